@@ -1,0 +1,170 @@
+"""The parent's side of the workers: one spawner, pools of processes, and what became of each of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+
+from collective_strategy.testing.spawner import ANSWER, FORK, REQUEST, WAIT
+from collective_strategy.testing.worker import STACK_SIGNAL
+
+START = "from collective_strategy.testing.spawner import main; main()"
+# Imported once, before forking; the others only if the parent has them already.
+PRELOAD = ("torch", "torch.distributed", "collective_strategy.collectives")
+PRELOAD_IF_LOADED = ("numpy", "lightning", "pytorch_lightning")
+
+
+def worker_environment(extra: Iterable[tuple[str, str]] = ()) -> dict[str, str]:
+    """This process's environment, with what ranks on one machine need: one thread each, the loopback interface."""
+    loopback = "lo" if sys.platform == "linux" else "lo0"
+    return {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback, **os.environ, **dict(extra)}
+
+
+class Spawner:
+    """The process that forks the workers."""
+
+    def __init__(self) -> None:
+        self.modules = _modules_to_preload()
+        self._control, theirs = socket.socketpair()
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", START, str(theirs.fileno()), *self.modules],
+            env={**worker_environment(), "PYTHONPATH": path},
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C goes to the parent, which then ends the workers
+        )
+        theirs.close()
+        self._answer()
+
+    @property
+    def usable(self) -> bool:
+        """Whether it still runs and has imported what the parent has."""
+        return self._process.poll() is None and self.modules == _modules_to_preload()
+
+    def fork(self, descriptors: list[int]) -> int:
+        """Forks a worker that owns copies of the descriptors; its process id."""
+        socket.send_fds(self._control, [REQUEST.pack(FORK, 0)], descriptors)
+        return self._answer()
+
+    def wait(self, process: int) -> int:
+        """Waits for a worker that has ended or is about to; its exit code."""
+        self._control.sendall(REQUEST.pack(WAIT, process))
+        return self._answer()
+
+    def close(self) -> None:
+        """Ends the spawner; workers live on."""
+        self._control.close()
+        self._process.wait()
+
+    def _answer(self) -> int:
+        answer = self._control.recv(ANSWER.size, socket.MSG_WAITALL)
+        if len(answer) < ANSWER.size:
+            raise RuntimeError(
+                f"the process that starts the workers ended with code {self._process.wait()}; see its output above"
+            )
+        number: int = ANSWER.unpack(answer)[0]
+        return number
+
+
+class Worker:
+    """The process of one rank, seen from the parent."""
+
+    def __init__(self, spawner: Spawner, rank: int) -> None:
+        self.rank = rank
+        self._spawner = spawner
+        self._stacks = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the worker
+        self.connection, theirs = Pipe()
+        lifeline, self._lifeline = os.pipe()
+        try:
+            self.process = spawner.fork([theirs.fileno(), lifeline, self._stacks.fileno()])
+        finally:
+            theirs.close()
+            os.close(lifeline)
+        self._main_thread: int = self.connection.recv()
+
+    def stacks(self, patience: float = 2.0) -> str:
+        """Where its threads stand now, the main thread first; works while it is blocked in C code."""
+        start = self._stacks_size()
+        try:
+            os.kill(self.process, STACK_SIGNAL)
+        except ProcessLookupError:
+            return "the process is gone"
+        deadline, seen = time.monotonic() + patience, start
+        while time.monotonic() < deadline:
+            time.sleep(0.05)
+            size = self._stacks_size()
+            if size > start and size == seen:
+                break
+            seen = size
+        return self._main_thread_first(self._read_stacks(start)) or "no answer: stopped, or deep in C code"
+
+    def last_words(self) -> str:
+        """What the fault handler wrote when a signal ended the process."""
+        return self._read_stacks(0)
+
+    def kill(self) -> int:
+        """Ends the process if it still runs; its exit code."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process, signal.SIGKILL)
+        return self.reap()
+
+    def reap(self) -> int:
+        """Waits for the end of the process and frees what belongs to it; its exit code."""
+        self.connection.close()
+        if self._lifeline >= 0:
+            os.close(self._lifeline)
+            self._lifeline = -1
+            self._stacks.close()
+            self._exit_code = self._spawner.wait(self.process)
+        return self._exit_code
+
+    def _stacks_size(self) -> int:
+        return os.fstat(self._stacks.fileno()).st_size
+
+    def _read_stacks(self, start: int) -> str:
+        return os.pread(self._stacks.fileno(), 1 << 20, start).decode(errors="replace")
+
+    def _main_thread_first(self, text: str) -> str:
+        blocks = re.split(r"(?m)^(?=(?:Current thread|Thread) 0x)", text)
+        main = f"0x{self._main_thread:016x}"
+        lifeline = "in _die_with_parent"
+        blocks = [block.rstrip() for block in blocks if block.strip() and lifeline not in block]
+        return "\n".join(sorted(blocks, key=lambda block: main not in block.partition("\n")[0]))
+
+
+class Pool:
+    """One worker per rank."""
+
+    def __init__(self, spawner: Spawner, size: int) -> None:
+        self.workers: list[Worker] = []
+        try:
+            for rank in range(size):
+                self.workers.append(Worker(spawner, rank))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def connections(self) -> dict[Connection, Worker]:
+        """The workers by their connection."""
+        return {worker.connection: worker for worker in self.workers}
+
+    def close(self) -> None:
+        """Kills the workers. They hold nothing that needs an orderly end."""
+        for worker in self.workers:
+            worker.kill()
+
+
+def _modules_to_preload() -> tuple[str, ...]:
+    return (*PRELOAD, *(name for name in PRELOAD_IF_LOADED if name in sys.modules))
