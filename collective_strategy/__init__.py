@@ -1,0 +1,40 @@
+"""Collectives and a Lightning strategy: one interface, several backends, gradients that are right."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from collective_strategy.collectives import Collective as Collective
+    from collective_strategy.collectives import SingleProcessCollective as SingleProcessCollective
+    from collective_strategy.collectives import TorchDistributedCollective as TorchDistributedCollective
+    from collective_strategy.gradients import GradientReducer as GradientReducer
+    from collective_strategy.standalone import init as init
+    from collective_strategy.strategies import CollectiveModule as CollectiveModule
+    from collective_strategy.strategies import CollectiveStrategy as CollectiveStrategy
+
+# Loaded on first use, so that collectives work without Lightning and no backend's library is imported early.
+_PLACES = {
+    "Collective": "collective_strategy.collectives",
+    "SingleProcessCollective": "collective_strategy.collectives",
+    "TorchDistributedCollective": "collective_strategy.collectives",
+    "GradientReducer": "collective_strategy.gradients",
+    "init": "collective_strategy.standalone",
+    "CollectiveModule": "collective_strategy.strategies",
+    "CollectiveStrategy": "collective_strategy.strategies",
+}
+
+__all__ = ["__version__", *_PLACES]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_PLACES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

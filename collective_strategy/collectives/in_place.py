@@ -1,0 +1,142 @@
+"""In-place operations for library code: one tensor, no comparison with the other ranks, no autograd, handles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from collective_strategy.collectives.arguments import rank_argument
+from collective_strategy.collectives.base import CollectiveBase
+from collective_strategy.collectives.handles import CompletedHandle, GuardedHandle, Handle
+from collective_strategy.collectives.operations import ReduceOp
+from collective_strategy.collectives.reductions import encode_reduction, refuse_reduction
+
+
+class InPlaceOperations(CollectiveBase):
+    """The methods whose names end in an underscore, as in torch.
+
+    The tensors must be contiguous and are overwritten. All ranks give equal shapes and dtypes; this is not checked.
+    With ``async_op=True`` a `Handle` is returned at once and the tensors must be left alone until its ``wait()``.
+    """
+
+    def all_reduce_(self, tensor: Tensor, op: str = "sum", *, async_op: bool = False) -> Tensor | Handle:
+        """Overwrites ``tensor`` with the reduction over all ranks. The mean of integers is refused.
+
+        float16 and bfloat16 are reduced as they are where the backend can, unlike in `all_reduce`.
+        """
+        reduce_op = ReduceOp.parse(op)
+        self._begin("all_reduce_", tensor, f"op={reduce_op.value}")
+        refuse_reduction(reduce_op, tensor.dtype, "the tensor", "all_reduce_")
+        floating = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+        if reduce_op is ReduceOp.MEAN and not floating:
+            raise TypeError("all_reduce_: the mean of integers is no integer; use all_reduce, or op='sum'.")
+        wire_op = ReduceOp.SUM if reduce_op is ReduceOp.MEAN else reduce_op
+        ordered = wire_op in (ReduceOp.MAX, ReduceOp.MIN) and floating
+        data = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+        if self._takes(data) and self.capabilities.reduces(wire_op, data.dtype) and not ordered:
+
+            def finish(reduced: Tensor) -> Tensor:
+                if reduced.data_ptr() != data.data_ptr():
+                    data.copy_(reduced)
+                if reduce_op is ReduceOp.MEAN:
+                    data.div_(self.world_size)
+                return tensor
+
+            return self._started(lambda: self._all_reduce(data, wire_op), finish, async_op)
+        moved = tensor.detach() if self._takes(tensor) else tensor.detach().to(self.device)
+        code = encode_reduction(moved, reduce_op, self.world_size, self.capabilities)
+        encoded_op = code.wire_op
+        start: Callable[[], Handle]
+        if encoded_op is None:
+            start = lambda: self._all_gather(code.buffer)  # noqa: E731
+            return self._started(start, lambda y: self._copied(tensor, code.finish(code.fold(y))), async_op)
+        start = lambda: self._all_reduce(code.buffer, encoded_op)  # noqa: E731
+        return self._started(start, lambda y: self._copied(tensor, code.finish(y)), async_op)
+
+    def broadcast_(self, tensor: Tensor, src: int = 0, *, async_op: bool = False) -> Tensor | Handle:
+        """Overwrites ``tensor`` with the value of rank ``src``."""
+        root = rank_argument(self, "src", src)
+        self._begin("broadcast_", tensor, f"src={root}")
+        flat = self._movable(tensor)
+        return self._started(lambda: self._broadcast(flat, root), lambda y: self._restored(tensor, flat, y), async_op)
+
+    def all_gather_(self, output: Tensor, tensor: Tensor, *, async_op: bool = False) -> Tensor | Handle:
+        """Overwrites ``output``, of shape ``(world_size, *tensor.shape)``, with every rank's tensor."""
+        self._begin("all_gather_", output, "")
+        if tuple(output.shape) != (self.world_size, *tensor.shape) or output.dtype != tensor.dtype:
+            raise ValueError(
+                f"all_gather_: output must be {tensor.dtype} of shape {[self.world_size, *tensor.shape]}, got {output.dtype} of "
+                f"shape {list(output.shape)}."
+            )
+        flat = self._movable(tensor.contiguous())
+        return self._started(lambda: self._all_gather(flat), lambda y: self._restored(output, None, y), async_op)
+
+    def reduce_scatter_(
+        self, output: Tensor, tensor: Tensor, op: str = "sum", *, async_op: bool = False
+    ) -> Tensor | Handle:
+        """Overwrites ``output`` with entry ``rank`` of the reduction of ``tensor``, ``(world_size, *output.shape)``.
+
+        ``tensor`` may be overwritten too.
+        """
+        reduce_op = ReduceOp.parse(op)
+        self._begin("reduce_scatter_", output, f"op={reduce_op.value}")
+        refuse_reduction(reduce_op, tensor.dtype, "the tensor", "reduce_scatter_")
+        if tuple(tensor.shape) != (self.world_size, *output.shape) or output.dtype != tensor.dtype:
+            raise ValueError(
+                f"reduce_scatter_: tensor must be {output.dtype} of shape {[self.world_size, *output.shape]}, got {tensor.dtype} of "
+                f"shape {list(tensor.shape)}."
+            )
+        source = tensor.detach() if self._takes(tensor) else tensor.detach().to(self.device)
+        code = encode_reduction(source.contiguous(), reduce_op, self.world_size, self.capabilities)
+        wire_op = code.wire_op
+        if wire_op is None:
+            raise TypeError(f"reduce_scatter_: {self.backend_name!r} does not reduce {tensor.dtype} with {op!r}; use reduce_scatter.")
+        return self._started(
+            lambda: self._reduce_scatter(code.buffer, wire_op), lambda y: self._copied(output, code.finish(y)), async_op
+        )
+
+    def _begin(self, operation: str, tensor: Tensor, settings: str) -> None:
+        self._require_usable(operation)
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{operation} takes one tensor, got {type(tensor).__name__}.")
+        if not tensor.is_contiguous():
+            raise ValueError(f"{operation}: the tensor must be contiguous, its strides are {tensor.stride()}.")
+        self._calls += 1
+        self._current = f"{operation}({settings})"
+        self.counters.count(operation, tensor.numel() * tensor.element_size())
+
+    def _started(self, start: Callable[[], Handle], finish: Callable[[Tensor], Tensor], async_op: bool) -> Tensor | Handle:
+        if self.world_size == 1:
+            result = finish(start().wait())
+            return CompletedHandle(result) if async_op else result
+        name = self._current
+
+        def wait(inner: Handle) -> Tensor:
+            with self._named(name):
+                return self._guarded(inner.wait)
+
+        handle = GuardedHandle(self._guarded(start), wait, finish)
+        return handle if async_op else handle.wait()
+
+    def _takes(self, tensor: Tensor) -> bool:
+        types = self.capabilities.device_types
+        return types is None or tensor.device.type in types
+
+    def _movable(self, tensor: Tensor) -> Tensor:
+        """Flat, as bytes where needed, sharing memory with ``tensor`` if the backend takes its device."""
+        flat = tensor.detach().resolve_conj().reshape(-1)
+        if not self._takes(tensor):
+            flat = flat.to(self.device)
+        return flat if tensor.dtype in self.capabilities.movement_dtypes else flat.view(torch.uint8)
+
+    def _restored(self, target: Tensor, sent: Tensor | None, received: Tensor) -> Tensor:
+        if sent is not None and received.data_ptr() == sent.data_ptr() and self._takes(target):
+            return target
+        return self._copied(target, received.reshape(-1).view(target.dtype))
+
+    @staticmethod
+    def _copied(target: Tensor, value: Tensor) -> Tensor:
+        target.detach().copy_(value.reshape(target.shape))
+        return target

@@ -1,0 +1,74 @@
+"""Collectives by name: built in, registered, or published by another package."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from typing import Any
+
+from collective_strategy.collectives.collective import Collective
+
+ENTRY_POINT_GROUP = "collective_strategy.collectives"
+
+
+def _torch() -> type[Collective]:
+    from collective_strategy.collectives.torch_distributed import TorchDistributedCollective
+
+    return TorchDistributedCollective
+
+
+def _single() -> type[Collective]:
+    from collective_strategy.collectives.single import SingleProcessCollective
+
+    return SingleProcessCollective
+
+
+_registry: dict[str, Callable[[], type[Collective]]] = {"torch": _torch, "single": _single}
+
+
+def register_collective(name: str, collective: type[Collective], *, overwrite: bool = False) -> None:
+    """Makes a backend known by name.
+
+    Args:
+        name: Lower-case.
+        collective: A concrete subclass of `Collective`.
+        overwrite: Replace a known one.
+
+    Raises:
+        TypeError, ValueError: no such class, or the name is taken.
+    """
+    if not (isinstance(collective, type) and issubclass(collective, Collective)):
+        raise TypeError(f"{collective!r} is not a subclass of Collective.")
+    if name != name.lower() or not name:
+        raise ValueError(f"backend names are lower-case, got {name!r}.")
+    if name in available_collectives() and not overwrite:
+        raise ValueError(f"the backend {name!r} is registered already; give overwrite=True to replace it.")
+    _registry[name] = lambda: collective
+
+
+def available_collectives() -> list[str]:
+    """Known names, sorted; entry points of the group ``collective_strategy.collectives`` included."""
+    return sorted({*_registry, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))})
+
+
+def collective_class(name: str) -> type[Collective]:
+    """The class of a name.
+
+    Raises:
+        ValueError: the name is unknown; the message lists the known ones.
+        ImportError: the backend's library is not installed.
+    """
+    if name in _registry:
+        return _registry[name]()
+    for point in entry_points(group=ENTRY_POINT_GROUP):
+        if point.name == name:
+            loaded = point.load()
+            if not (isinstance(loaded, type) and issubclass(loaded, Collective)):
+                raise TypeError(f"the entry point {point.value!r} for backend {name!r} is not a subclass of Collective.")
+            return loaded
+    raise ValueError(f"unknown backend {name!r}; known: {', '.join(available_collectives())}.")
+
+
+def create_collective(name: str, **settings: Any) -> Collective:
+    """A collective of the named backend, not set up. ``settings`` go to its constructor."""
+    return collective_class(name)(**settings)

@@ -1,0 +1,114 @@
+"""How the processes of a torch job find each other: one store, joined once, checked for missing and doubled ranks."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from collective_strategy.collectives.environment import LaunchEnvironment
+from collective_strategy.collectives.errors import RendezvousError
+
+
+class _ProcessStores:
+    """The stores of this process.
+
+    A port is a resource of the process: the store at it is opened once and kept, so that a second set-up in the same
+    processes cannot meet the server of the first while it closes. Generations keep the keys apart.
+    """
+
+    def __init__(self) -> None:
+        self._stores: dict[tuple[int, str, int], dist.Store] = {}
+        self._generations: dict[tuple[int, str, int], int] = {}
+
+    def open(self, environment: LaunchEnvironment, timeout: timedelta) -> tuple[dist.Store, int]:
+        """The store and how often it was opened before."""
+        key = (os.getpid(), environment.master_addr, environment.master_port)
+        if key not in self._stores:
+            self._stores[key] = _connect(environment, timeout)
+        self._generations[key] = self._generations.get(key, -1) + 1
+        return self._stores[key], self._generations[key]
+
+
+_stores = _ProcessStores()
+
+
+def join(environment: LaunchEnvironment, timeout: timedelta, settings: str) -> dist.Store:
+    """Meets the other processes. Each makes the same few store operations, however many processes there are.
+
+    Args:
+        environment: This process' place.
+        timeout: How long to wait for the others.
+        settings: Must be equal on all ranks.
+
+    Returns:
+        A store of this generation of this job alone.
+
+    Raises:
+        RendezvousError: a rank is missing or doubled, the port is taken, or the settings differ.
+    """
+    base, generation = _stores.open(environment, timeout)
+    job = environment.job_id or "job"
+    store = dist.PrefixStore(f"collective_strategy/{job}/{environment.attempt}/{generation}", base)
+    rank, world_size = environment.rank, environment.world_size
+    where = f"{environment.master_addr}:{environment.master_port}"
+    try:
+        if store.add(f"arrived/{rank}", 1) > 1:
+            store.set("complete", f"doubled:{rank}")
+            raise RendezvousError(_doubled(rank, world_size, where))
+        first = bytes(store.compare_set("settings", "", settings)).decode()
+        if first != settings:
+            store.set("complete", f"settings:rank {rank} has [{settings}], another rank has [{first}]")
+        elif store.add("joined", 1) == world_size:
+            store.set("complete", "yes")
+        store.wait(["complete"], timeout)
+        outcome, _, detail = bytes(store.get("complete")).decode().partition(":")
+    except RendezvousError:
+        raise
+    except Exception as error:
+        raise RendezvousError(_missing(store, environment, timeout, where)) from error
+    if outcome == "doubled":
+        raise RendezvousError(_doubled(int(detail), world_size, where))
+    if outcome == "settings":
+        raise RendezvousError(f"the ranks were set up differently: {detail}. Give all ranks the same arguments.")
+    return store
+
+
+def _connect(environment: LaunchEnvironment, timeout: timedelta) -> dist.Store:
+    host, port = environment.master_addr, environment.master_port
+    serves = environment.rank == 0 and not environment.store_is_served
+    if environment.world_size == 1 and port == 0:
+        return dist.HashStore()
+    try:
+        return dist.TCPStore(host, port, None, serves, timeout, wait_for_workers=False)
+    except Exception as error:
+        if serves:
+            raise RendezvousError(
+                f"rank 0 cannot listen at {host}:{port}: {error}. The port is taken by another program, or a second process "
+                "claims rank 0. Choose another MASTER_PORT, and see that every process has its own RANK."
+            ) from error
+        raise RendezvousError(
+            f"rank {environment.rank} of {environment.world_size} did not reach rank 0 at {host}:{port} within "
+            f"{timeout.total_seconds():g} s: {error}. Start all processes, with the same MASTER_ADDR and MASTER_PORT."
+        ) from error
+
+
+def _missing(store: dist.Store, environment: LaunchEnvironment, timeout: timedelta, where: str) -> str:
+    world_size = environment.world_size
+    try:
+        absent = [rank for rank in range(world_size) if not store.check([f"arrived/{rank}"])]
+        seen = f"{world_size - len(absent)} of {world_size} processes joined; missing ranks: {absent[:16]}"
+    except Exception:
+        seen = f"rank {environment.rank} of {world_size} lost the store, whose process (rank 0) probably ended"
+    return (
+        f"the processes did not all meet at {where} within {timeout.total_seconds():g} s: {seen}. Start the missing ones, or look "
+        "at their output; every process needs the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE and its own RANK."
+    )
+
+
+def _doubled(rank: int, world_size: int, where: str) -> str:
+    return (
+        f"two processes claim rank {rank} of {world_size} at {where}. Every process needs its own RANK, and two jobs need "
+        "different MASTER_PORTs."
+    )

@@ -1,0 +1,252 @@
+"""torch.distributed: gloo, nccl, mpi, ucc, xccl, or any backend registered there."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from collective_strategy.collectives.capabilities import PRIMITIVES, Capabilities
+from collective_strategy.collectives.collective import Collective
+from collective_strategy.collectives.environment import LaunchEnvironment
+from collective_strategy.collectives.errors import CollectiveError, CollectiveStateError, RendezvousError
+from collective_strategy.collectives.handles import CompletedHandle, Handle
+from collective_strategy.collectives.layout import Partition
+from collective_strategy.collectives.operations import ReduceOp
+from collective_strategy.collectives.rendezvous import join
+from collective_strategy.collectives.side_channel import SideChannel
+
+_OPS = {
+    ReduceOp.SUM: dist.ReduceOp.SUM,
+    ReduceOp.MAX: dist.ReduceOp.MAX,
+    ReduceOp.MIN: dist.ReduceOp.MIN,
+    ReduceOp.PROD: dist.ReduceOp.PRODUCT,
+    ReduceOp.BAND: dist.ReduceOp.BAND,
+    ReduceOp.BOR: dist.ReduceOp.BOR,
+    ReduceOp.BXOR: dist.ReduceOp.BXOR,
+}
+_ARITHMETIC = (ReduceOp.SUM, ReduceOp.MAX, ReduceOp.MIN, ReduceOp.PROD)
+_BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
+_PLAIN = frozenset({torch.uint8, torch.int8, torch.int32, torch.int64, torch.float32, torch.float64})
+_COMMON = _PLAIN | {torch.float16, torch.bfloat16}
+_INTEGERS = frozenset({torch.uint8, torch.int8, torch.int32, torch.int64})
+
+
+def _capabilities(backends: str, device_types: frozenset[str]) -> Capabilities:
+    """Declared for what the named libraries have in common; what is not declared is composed."""
+    names = {part.partition(":")[2] or part for part in backends.split(",")}
+    dtypes = _COMMON if names <= {"gloo", "nccl", "xccl"} else _PLAIN
+    reductions: dict[ReduceOp, frozenset[torch.dtype]] = dict.fromkeys(_ARITHMETIC, dtypes)
+    if names <= {"gloo"}:
+        reductions.update(dict.fromkeys(_BITWISE, _INTEGERS))
+    return Capabilities(
+        movement_dtypes=dtypes,
+        reduction_dtypes=reductions,
+        device_types=device_types,
+        primitives=frozenset(PRIMITIVES),
+        timeout="aborts" if names & {"nccl", "xccl"} else "raises",
+    )
+
+
+class TorchDistributedCollective(Collective):
+    """A collective over torch.distributed's process groups.
+
+    Where the default process group exists already (another library or an earlier Trainer made it), it is adopted after
+    a check of rank and size, and left alone at tear-down.
+    """
+
+    backend_name: ClassVar[str] = "torch"
+
+    def __init__(self, backend: str | None = None, **settings: Any) -> None:
+        """Keeps the settings.
+
+        Args:
+            backend: A backend of torch.distributed (``"gloo"``, ``"nccl"``, ``"cpu:gloo,cuda:nccl"``); the default one
+                of the device if not given.
+            **settings: See `Collective`.
+        """
+        super().__init__(**settings)
+        if backend is not None and not isinstance(backend, str):
+            raise TypeError(f"backend must name a torch.distributed backend, got {backend!r}.")
+        self.process_group_backend = backend
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._owns_world = False
+        self._loopback = False
+        self._known: Capabilities | None = None
+
+    @property
+    def capabilities(self) -> Capabilities:
+        if self._known is None:
+            backend = self._backend()
+            kinds = {part.partition(":")[0] for part in backend.split(",") if ":" in part}
+            self._known = _capabilities(backend, frozenset(kinds or {self.device.type}))
+        return self._known
+
+    def device_mesh(self) -> dist.device_mesh.DeviceMesh:
+        """The mesh's groups as torch's DeviceMesh, for DTensor or FSDP. Every rank calls it; no group is made.
+
+        Raises:
+            CollectiveStateError: there is no mesh, or the collective is not set up.
+        """
+        self._require_usable("device_mesh")
+        if self.mesh is None or self._root is not self:
+            raise CollectiveStateError("device_mesh() needs the world's collective with a mesh={...}.")
+        if self.world_size == 1 or 1 in self.mesh.axes.values():
+            return dist.init_device_mesh(self.device.type, tuple(self.mesh.axes.values()), mesh_dim_names=tuple(self.mesh.axes))
+        groups = [self[name]._group for name in self.mesh.axes]
+        names = tuple(self.mesh.axes)
+        if len(groups) == 1:
+            return dist.DeviceMesh.from_group(groups[0], self.device.type, mesh_dim_names=names)
+        shape = tuple(self.mesh.axes.values())
+        ranks = torch.arange(self.world_size).reshape(shape)
+        return dist.DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=names)
+
+    # -- set-up --------------------------------------------------------------------------------------------------------
+
+    def _backend(self) -> str:
+        return self.process_group_backend or dist.get_default_backend_for_device(self.device)
+
+    def _open(self, environment: LaunchEnvironment, settings: str) -> SideChannel | None:
+        if not dist.is_available():
+            raise CollectiveError("this build of torch has no torch.distributed; install another one, or use 'single'.")
+        self._loopback = environment.is_loopback
+        if dist.is_initialized():
+            return self._adopt(environment)
+        backend = self._backend()
+        if backend == "fake":
+            store = dist.HashStore()
+            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size)
+            self._owns_world = True
+            return None
+        store = join(environment, self.timeout, f"backend={backend}, {settings}")
+        device = {"device_id": self.device} if self.device.type == "cuda" and self.device.index is not None else {}
+        try:
+            with self._interface():
+                dist.init_process_group(
+                    backend, store=dist.PrefixStore("group", store), rank=self.rank, world_size=self.world_size,
+                    timeout=self.timeout, **device,
+                )  # fmt: skip
+        except Exception as error:
+            raise RendezvousError(
+                f"rank {self.rank} of {self.world_size} could not open the {backend!r} process group: {error}. All ranks joined the "
+                "store, so look at the network interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) and at the other ranks' output."
+            ) from error
+        self._owns_world = True
+        atexit.register(_destroy_at_exit)
+        return SideChannel(store, "side")
+
+    def _adopt(self, environment: LaunchEnvironment) -> SideChannel | None:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        if environment.source == "single" and size > 1:  # set up by hand, without the launcher's variables
+            self.rank, self.world_size, self.ranks = rank, size, tuple(range(size))
+        elif (rank, size) != (environment.rank, environment.world_size):
+            raise CollectiveStateError(
+                f"torch.distributed is initialised as rank {rank} of {size}, but this job's environment says rank {environment.rank} "
+                f"of {environment.world_size}. Destroy that process group first, or start the processes alike."
+            )
+        if self.process_group_backend is None:
+            self.process_group_backend = dist.get_backend()
+        store = dist.distributed_c10d._get_default_store()
+        generation = _next_generation(store, self.world_size)
+        return None if generation is None else SideChannel(store, f"collective_strategy/adopted/{generation}")
+
+    def _close(self) -> None:
+        if self._owns_world and dist.is_initialized():
+            dist.destroy_process_group()
+        self._owns_world = False
+
+    def _new_group(self, ranks: tuple[int, ...], partition: Partition) -> Any:
+        backend = self._backend()
+        with self._interface():
+            if backend == "mpi":  # it cannot make a group by its members only
+                groups = {members: dist.new_group(list(members), timeout=self.timeout) for members in partition.groups()}
+                return groups[ranks]
+            return dist.new_group(list(ranks), timeout=self.timeout, backend=backend, use_local_synchronization=True)
+
+    @contextlib.contextmanager
+    def _interface(self) -> Iterator[None]:
+        """Lets gloo use the loopback interface where all processes meet there: a host name may not resolve."""
+        name = "GLOO_SOCKET_IFNAME"
+        if not self._loopback or name in os.environ or not sys.platform.startswith(("linux", "darwin")):
+            yield
+            return
+        os.environ[name] = "lo" if sys.platform.startswith("linux") else "lo0"
+        try:
+            yield
+        finally:
+            os.environ.pop(name, None)
+
+    # -- primitives ----------------------------------------------------------------------------------------------------
+
+    def _barrier(self) -> Handle:
+        if self.device.type == "cuda":
+            work = dist.barrier(self._group, async_op=True, device_ids=[self.device.index or 0])
+        else:
+            work = dist.barrier(self._group, async_op=True)
+        return _WorkHandle(work, torch.empty(0))
+
+    def _all_reduce(self, x: Tensor, op: ReduceOp) -> Handle:
+        return _WorkHandle(dist.all_reduce(x, _OPS[op], group=self._group, async_op=True), x)
+
+    def _broadcast(self, x: Tensor, src: int) -> Handle:
+        return _WorkHandle(dist.broadcast(x, group_src=src, group=self._group, async_op=True), x)
+
+    def _all_gather(self, x: Tensor) -> Handle:
+        output = x.new_empty((self.world_size, *x.shape))
+        return _WorkHandle(dist.all_gather_into_tensor(output, x, group=self._group, async_op=True), output)
+
+    def _reduce_scatter(self, x: Tensor, op: ReduceOp) -> Handle:
+        output = x.new_empty(x.shape[1:])
+        return _WorkHandle(dist.reduce_scatter_tensor(output, x, _OPS[op], group=self._group, async_op=True), output)
+
+    def _all_to_all(self, x: Tensor, out: Sequence[int], into: Sequence[int]) -> Handle:
+        output = x.new_empty(sum(into))
+        work = dist.all_to_all_single(output, x, list(into), list(out), group=self._group, async_op=True)
+        return _WorkHandle(work, output)
+
+    def _send(self, x: Tensor, dst: int) -> Handle:
+        return _WorkHandle(dist.isend(x, group=self._group, group_dst=dst), x)
+
+    def _recv(self, x: Tensor, src: int) -> Handle:
+        return _WorkHandle(dist.irecv(x, group=self._group, group_src=src), x)
+
+
+class _WorkHandle(Handle):
+    def __init__(self, work: Any, result: Tensor) -> None:
+        self._work = work
+        self._result = result
+
+    def wait(self) -> Tensor:
+        if self._work is not None:
+            self._work.wait()
+        return self._result
+
+    def is_completed(self) -> bool:
+        return self._work is None or bool(self._work.is_completed())
+
+
+def _next_generation(store: dist.Store, world_size: int) -> int | None:
+    """Counts the adoptions of a process group, alike on all ranks."""
+    try:
+        count = store.add("collective_strategy/adoptions", 1)
+    except (RuntimeError, NotImplementedError):
+        return None  # a store that only looks like one
+    return (count - 1) // world_size
+
+
+def _destroy_at_exit() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+__all__ = ["CompletedHandle", "TorchDistributedCollective", "timedelta"]

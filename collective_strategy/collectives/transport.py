@@ -1,0 +1,237 @@
+"""Raw operations: any dtype, device and layout in; a fresh contiguous tensor out; no autograd.
+
+This is the only place that calls a backend's primitives. It makes tensors contiguous, brings them to the backend's
+device and to a dtype the backend declares (see `Capabilities`), and composes what the backend lacks. Ranks are group
+ranks. ``sizes`` lists the lengths along ``dim``, one per rank, the same list on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from collective_strategy.collectives.handles import Handle
+from collective_strategy.collectives.reductions import encode_reduction
+
+if TYPE_CHECKING:
+    from collective_strategy.collectives.collective import Collective
+    from collective_strategy.collectives.operations import ReduceOp
+
+
+def all_reduce(collective: Collective, x: Tensor, op: ReduceOp) -> Tensor:
+    """The reduction over all ranks, element by element; shape of ``x``."""
+    code = encode_reduction(_outbound(collective, x), op, collective.world_size, collective.capabilities)
+    if code.wire_op is None:
+        reduced = code.fold(_gathered(collective, code.buffer))
+    else:
+        wire_op, buffer = code.wire_op, code.buffer
+        reduced = _complete(collective, lambda: collective._all_reduce(buffer, wire_op))
+    return code.finish(reduced).to(x.device)
+
+
+def broadcast(collective: Collective, x: Tensor, src: int) -> Tensor:
+    """The value of rank ``src``; ``x`` has its shape and dtype on every rank."""
+    buffer, restore = _bytes_if_needed(collective, _outbound(collective, x))
+    if buffer.data_ptr() == x.data_ptr() or collective.world_size == 1:
+        buffer = buffer.clone()
+    received = _complete(collective, lambda: collective._broadcast(buffer, src))
+    return restore(received).reshape(x.shape).to(x.device)
+
+
+def all_gather(collective: Collective, x: Tensor) -> Tensor:
+    """All tensors stacked in rank order: ``(world_size, *x.shape)``."""
+    return _gathered(collective, _outbound(collective, x)).to(x.device)
+
+
+def all_gather_cat(collective: Collective, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+    """All tensors concatenated along ``dim``, whose lengths are ``sizes``."""
+    front = _outbound(collective, x.movedim(dim, 0))
+    rest = tuple(front.shape[1:])
+    longest = max(sizes)
+    if min(sizes) == longest:
+        pieces = _gathered(collective, front).reshape(sum(sizes), *rest)
+        return _back(pieces, dim, x)
+    # No backend's all_gather takes different lengths alike, so the pieces are padded to the longest.
+    if front.shape[0] < longest:
+        front = torch.cat([front, front.new_zeros(longest - front.shape[0], *rest)])
+    gathered = _gathered(collective, front)
+    pieces = torch.cat([gathered[rank, :size] for rank, size in enumerate(sizes)])
+    return _back(pieces, dim, x)
+
+
+def reduce_scatter(collective: Collective, x: Tensor, op: ReduceOp, dim: int, sizes: Sequence[int]) -> Tensor:
+    """Own chunk along ``dim`` of the reduction of ``x``."""
+    front = _outbound(collective, x.movedim(dim, 0))
+    code = encode_reduction(front, op, collective.world_size, collective.capabilities)
+    mine = sizes[collective.rank]
+    shape = (mine, *code.buffer.shape[1:])
+    if code.wire_op is not None and min(sizes) == max(sizes):
+        wire_op = code.wire_op
+        chunks = code.buffer.reshape(collective.world_size, *shape)
+        reduced = _complete(collective, lambda: collective._reduce_scatter(chunks, wire_op))
+    else:
+        row = _numel(code.buffer.shape[1:])
+        received = exchange(
+            collective, code.buffer.reshape(-1), [size * row for size in sizes], [mine * row] * collective.world_size
+        )
+        reduced = code.fold(received.reshape(collective.world_size, *shape))
+    return _back(code.finish(reduced), dim, x)
+
+
+def all_to_all(collective: Collective, x: Tensor, split_dim: int, concat_dim: int, sizes: Sequence[int],
+               received_shapes: Sequence[Sequence[int]]) -> Tensor:  # fmt: skip
+    """Chunk k of ``x`` along ``split_dim`` goes to rank k; what arrives is concatenated along ``concat_dim``.
+
+    ``received_shapes[k]`` is the shape of the chunk that rank k sends here.
+    """
+    chunks = _outbound(collective, x).split(list(sizes), split_dim)
+    flat = torch.cat([chunk.reshape(-1) for chunk in chunks])
+    numels = [_numel(shape) for shape in received_shapes]
+    received = exchange(collective, flat, [chunk.numel() for chunk in chunks], numels)
+    parts = [part.reshape(list(shape)) for part, shape in zip(received.split(numels), received_shapes)]
+    return torch.cat(parts, concat_dim).contiguous().to(x.device)
+
+
+def received_shapes(
+    x: Tensor, split_dim: int, concat_dim: int, own: int, into: Sequence[int]
+) -> list[tuple[int, ...]]:
+    """Shapes of the chunks that arrive: ``own`` long along ``split_dim``, ``into[k]`` along ``concat_dim``."""
+    shapes = []
+    for length in into:
+        shape = list(x.shape)
+        shape[split_dim] = own
+        shape[concat_dim] = length
+        shapes.append(tuple(shape))
+    return shapes
+
+
+def permute(collective: Collective, x: Tensor, pairs: Sequence[tuple[int, int]]) -> Tensor:
+    """The tensor of the rank that sends here; zeros if none does. ``x`` has the same shape on every rank."""
+    sends_to = {source: target for source, target in pairs}
+    hears_from = {target: source for source, target in pairs}
+    flat = _outbound(collective, x).reshape(-1)
+    rank, n = collective.rank, flat.numel()
+    out = [n if sends_to.get(rank) == peer else 0 for peer in range(collective.world_size)]
+    into = [n if hears_from.get(rank) == peer else 0 for peer in range(collective.world_size)]
+    received = exchange(collective, flat if rank in sends_to else flat[:0], out, into)
+    if rank not in hears_from:
+        return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+    return received.reshape(x.shape).to(x.device)
+
+
+def scatter(collective: Collective, x: Tensor, src: int, dim: int, sizes: Sequence[int]) -> Tensor:
+    """Own chunk along ``dim`` of the tensor of rank ``src``."""
+    front = _outbound(collective, x.movedim(dim, 0))
+    rest = tuple(front.shape[1:])
+    row = _numel(rest)
+    here = collective.rank == src
+    out = [size * row if here else 0 for size in sizes]
+    mine = sizes[collective.rank]
+    into = [mine * row if peer == src else 0 for peer in range(collective.world_size)]
+    flat = front.reshape(-1)
+    received = exchange(collective, flat if here else flat[:0], out, into)
+    return _back(received.reshape(mine, *rest), dim, x)
+
+
+def gather_to(collective: Collective, x: Tensor, dst: int) -> Tensor | None:
+    """All tensors stacked in rank order on rank ``dst``, None elsewhere."""
+    flat = _outbound(collective, x).reshape(-1)
+    n = flat.numel()
+    here = collective.rank == dst
+    out = [n if peer == dst else 0 for peer in range(collective.world_size)]
+    received = exchange(collective, flat, out, [n if here else 0] * collective.world_size)
+    return received.reshape(collective.world_size, *x.shape).to(x.device) if here else None
+
+
+def exchange(collective: Collective, flat: Tensor, out: Sequence[int], into: Sequence[int]) -> Tensor:
+    """One flat tensor's pieces of lengths ``out`` to the ranks, pieces of lengths ``into`` from them."""
+    buffer, restore = _bytes_if_needed(collective, flat)
+    scale = buffer.numel() // flat.numel() if flat.numel() else _width(collective, flat.dtype)
+    sent, received = [n * scale for n in out], [n * scale for n in into]
+    return restore(_complete(collective, lambda: collective._all_to_all(buffer, sent, received)))
+
+
+def own_chunk(collective: Collective, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+    """Own chunk of ``x`` along ``dim``, copied; nothing is sent."""
+    start = list(accumulate(sizes, initial=0))[collective.rank]
+    return x.narrow(dim, start, sizes[collective.rank]).clone(memory_format=torch.contiguous_format)
+
+
+def own_chunk_in_zeros(collective: Collective, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+    """``x`` in the place of the own chunk, zeros elsewhere; nothing is sent."""
+    start = list(accumulate(sizes, initial=0))[collective.rank]
+    shape = list(x.shape)
+    shape[dim] = sum(sizes)
+    result = x.new_zeros(shape)
+    result.narrow(dim, start, sizes[collective.rank]).copy_(x)
+    return result
+
+
+def barrier(collective: Collective) -> None:
+    """Returns when all ranks have called it."""
+    _complete(collective, collective._barrier)
+
+
+def _gathered(collective: Collective, x: Tensor) -> Tensor:
+    """`_all_gather` of a contiguous tensor on the backend's device, in a dtype it moves."""
+    buffer, restore = _bytes_if_needed(collective, x)
+    gathered = _complete(collective, lambda: collective._all_gather(buffer))
+    return restore(gathered).reshape(collective.world_size, *x.shape)
+
+
+def _complete(collective: Collective, start: Callable[[], Handle]) -> Tensor:
+    return collective._guarded(lambda: start().wait())
+
+
+def _outbound(collective: Collective, x: Tensor) -> Tensor:
+    """Detached, with plain memory, contiguous, on a device the backend takes. May be ``x`` itself."""
+    x = x.detach().resolve_conj().resolve_neg()
+    types = collective.capabilities.device_types
+    if types is not None and x.device.type not in types:
+        x = x.to(collective.device)
+    return x.contiguous()
+
+
+def _bytes_if_needed(collective: Collective, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """``x`` flat, viewed as bytes where the backend does not move its dtype, and the way back."""
+    flat = x.reshape(-1)
+    if x.dtype in collective.capabilities.movement_dtypes:
+        return flat, _same
+    dtype = x.dtype
+    return flat.view(torch.uint8), lambda moved: moved.view(dtype)
+
+
+def _width(collective: Collective, dtype: torch.dtype) -> int:
+    return 1 if dtype in collective.capabilities.movement_dtypes else dtype.itemsize
+
+
+def _back(front: Tensor, dim: int, like: Tensor) -> Tensor:
+    return front.movedim(0, dim).contiguous().to(like.device)
+
+
+def _numel(shape: Sequence[int]) -> int:
+    result = 1
+    for size in shape:
+        result *= size
+    return result
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def send(collective: Collective, x: Tensor, dst: int) -> Tensor:
+    """Sends ``x`` to rank ``dst``."""
+    buffer, _ = _bytes_if_needed(collective, _outbound(collective, x))
+    return _complete(collective, lambda: collective._send(buffer, dst))
+
+
+def recv(collective: Collective, like: Tensor, src: int) -> Tensor:
+    """The tensor of ``like``'s shape and dtype that rank ``src`` sends."""
+    buffer, restore = _bytes_if_needed(collective, _outbound(collective, torch.empty_like(like)))
+    received = _complete(collective, lambda: collective._recv(buffer, src))
+    return restore(received).reshape(like.shape).to(like.device)
