@@ -7,7 +7,6 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +17,7 @@ from collective_strategy.collectives.capabilities import PRIMITIVES, Capabilitie
 from collective_strategy.collectives.collective import Collective
 from collective_strategy.collectives.environment import LaunchEnvironment
 from collective_strategy.collectives.errors import CollectiveError, CollectiveStateError, RendezvousError
-from collective_strategy.collectives.handles import CompletedHandle, Handle
+from collective_strategy.collectives.handles import Handle
 from collective_strategy.collectives.layout import Partition
 from collective_strategy.collectives.operations import ReduceOp
 from collective_strategy.collectives.rendezvous import join
@@ -38,6 +37,9 @@ _BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
 _PLAIN = frozenset({torch.uint8, torch.int8, torch.int32, torch.int64, torch.float32, torch.float64})
 _COMMON = _PLAIN | {torch.float16, torch.bfloat16}
 _INTEGERS = frozenset({torch.uint8, torch.int8, torch.int32, torch.int64})
+# Renamed in torch 2.13.
+_all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def _capabilities(backends: str, device_types: frozenset[str]) -> Capabilities:
@@ -202,12 +204,14 @@ class TorchDistributedCollective(Collective):
         return _WorkHandle(dist.broadcast(x, group_src=src, group=self._group, async_op=True), x)
 
     def _all_gather(self, x: Tensor) -> Handle:
-        output = x.new_empty((self.world_size, *x.shape))
-        return _WorkHandle(dist.all_gather_into_tensor(output, x, group=self._group, async_op=True), output)
+        output = x.new_empty(self.world_size * x.numel())
+        work = _all_gather_flat(output, x.reshape(-1), group=self._group, async_op=True)
+        return _WorkHandle(work, output.view(self.world_size, *x.shape))
 
     def _reduce_scatter(self, x: Tensor, op: ReduceOp) -> Handle:
-        output = x.new_empty(x.shape[1:])
-        return _WorkHandle(dist.reduce_scatter_tensor(output, x, _OPS[op], group=self._group, async_op=True), output)
+        output = x.new_empty(x[0].numel())
+        work = _reduce_scatter_flat(output, x.reshape(-1), _OPS[op], group=self._group, async_op=True)
+        return _WorkHandle(work, output.view(x.shape[1:]))
 
     def _all_to_all(self, x: Tensor, out: Sequence[int], into: Sequence[int]) -> Handle:
         output = x.new_empty(sum(into))
@@ -248,5 +252,3 @@ def _destroy_at_exit() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
 
-
-__all__ = ["CompletedHandle", "TorchDistributedCollective", "timedelta"]
