@@ -25,7 +25,7 @@ def rank_argument(collective: CollectiveBase, name: str, value: object) -> int:
     n = collective.world_size
     if isinstance(value, (bool, float, str)) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be a rank of the collective {collective.name!r} (0..{n - 1}), got {value!r}.")
-    rank = operator.index(value)  # type: ignore[call-overload]
+    rank = operator.index(value)
     if not 0 <= rank < n:
         raise ValueError(
             f"{name}={rank} is not a rank of the collective {collective.name!r}, which has ranks 0..{n - 1} "
@@ -52,7 +52,9 @@ def sizes_argument(collective: CollectiveBase, sizes: object, name: str = "sizes
     if any(isinstance(size, bool) or not hasattr(size, "__index__") or operator.index(size) < 0 for size in sizes):
         raise ValueError(f"{name} must list lengths >= 0, got {list(sizes)}.")
     if len(sizes) != collective.world_size:
-        raise ValueError(f"{name} lists {len(sizes)} lengths, but {collective.name!r} has {collective.world_size} ranks.")
+        raise ValueError(
+            f"{name} lists {len(sizes)} lengths, but {collective.name!r} has {collective.world_size} ranks."
+        )
     return tuple(operator.index(size) for size in sizes)
 
 
@@ -62,7 +64,8 @@ def chunk_sizes(collective: CollectiveBase, sizes: object, tensor: Tensor, dim: 
     if sizes is None:
         if length % n:
             raise ValueError(
-                f"{path} has {length} entries along dim {dim}, which {n} ranks cannot share equally. Give sizes=[...], one "
+                f"{path} has {length} entries along dim {dim}, which {n} ranks cannot share equally. Give "
+                f"sizes=[...], one "
                 "length per rank, the same list on all ranks."
             )
         return (length // n,) * n
@@ -78,9 +81,7 @@ def pairs_argument(collective: CollectiveBase, pairs: object) -> tuple[tuple[int
         result = tuple((a, b) for a, b in pairs)  # type: ignore[attr-defined]
     except (TypeError, ValueError):
         raise TypeError(f"pairs must list (source, target) ranks, got {pairs!r}.") from None
-    checked = tuple(
-        (rank_argument(collective, "source", a), rank_argument(collective, "target", b)) for a, b in result
-    )
+    checked = tuple((rank_argument(collective, "source", a), rank_argument(collective, "target", b)) for a, b in result)
     for index, role in enumerate(("sends", "receives")):
         ranks = [pair[index] for pair in checked]
         twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
@@ -101,9 +102,12 @@ def destination(collective: CollectiveBase, to: object, tree: Tree, operation: s
         return str(to)
     if collective._default_to is None and needs_grad(tree):
         raise ValueError(
-            f"{operation} over {collective.name!r} of a tensor that requires grad needs to=. If each rank goes on to something "
-            "of its own with the result (other samples, other weights), say to='replicate': the ranks' gradients are summed. If "
-            "all ranks repeat the same computation on it, say to='invariant': each already has the whole gradient. Only on the "
+            f"{operation} over {collective.name!r} of a tensor that requires grad needs to=. If each rank goes on to "
+            f"something "
+            "of its own with the result (other samples, other weights), say to='replicate': the ranks' gradients are "
+            "summed. If "
+            "all ranks repeat the same computation on it, say to='invariant': each already has the whole gradient. "
+            "Only on the "
             "data axis 'replicate' is the default. For a result without gradient give x.detach()."
         )
     return collective._default_to or "replicate"
@@ -119,7 +123,8 @@ def refuse_op_without_gradient(tree: Tree, op: ReduceOp, operation: str) -> None
     """Only sum and mean are linear."""
     if op not in (ReduceOp.SUM, ReduceOp.MEAN) and needs_grad(tree):
         raise ValueError(
-            f"{operation}(op={op.value!r}) of a tensor that requires grad is refused: only 'sum' and 'mean' have a gradient "
+            f"{operation}(op={op.value!r}) of a tensor that requires grad is refused: only 'sum' and 'mean' have a "
+            f"gradient "
             "that is right on every rank. Give x.detach(), or gather the tensors and reduce them here."
         )
 

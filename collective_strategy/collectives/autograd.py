@@ -20,9 +20,10 @@ from collective_strategy.collectives import transport
 from collective_strategy.collectives.operations import ReduceOp
 
 Raw = Callable[..., Tensor]
+Differentiable = Callable[..., Tensor]
 
 
-def _pair(name: str, forward: Raw, backward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _pair(name: str, forward: Raw, backward: Differentiable) -> Differentiable:
     """One autograd Function ``f(x, collective, *settings)``; ``backward(collective, gradient, *settings)``."""
 
     class Function(torch.autograd.Function):
@@ -78,64 +79,70 @@ def _own_of_root(collective: Any, x: Tensor, src: int, dim: int, sizes: tuple[in
 
 
 # partial -> replicate | partial -> replicate, for op sum and mean
-all_reduce_replicate = _pair(
+all_reduce_replicate: Differentiable = _pair(
     "all_reduce(to='replicate')", transport.all_reduce, lambda c, g, op: all_reduce_replicate(c, g, op)
 )
 # partial -> invariant | invariant -> replicate
-all_reduce_invariant = _pair(
+all_reduce_invariant: Differentiable = _pair(
     "all_reduce(to='invariant')",
     transport.all_reduce,
     lambda c, g, op: replicate(c, g) if op is ReduceOp.SUM else divided_replicate(c, g),
 )
 # invariant -> replicate | partial -> invariant
-replicate = _pair("replicate", _copy, lambda c, g: all_reduce_invariant(c, g, ReduceOp.SUM))
-divided_replicate = _pair("replicate of the mean", _divided, lambda c, g: all_reduce_invariant(c, g, ReduceOp.MEAN))
+replicate: Differentiable = _pair("replicate", _copy, lambda c, g: all_reduce_invariant(c, g, ReduceOp.SUM))
+divided_replicate: Differentiable = _pair(
+    "replicate of the mean", _divided, lambda c, g: all_reduce_invariant(c, g, ReduceOp.MEAN)
+)
 # varying -> replicate | partial -> varying, along a dim
-all_gather_replicate = _pair(
+all_gather_replicate: Differentiable = _pair(
     "all_gather(to='replicate')",
     transport.all_gather_cat,
     lambda c, g, dim, sizes: reduce_scatter(c, g, ReduceOp.SUM, dim, sizes),
 )
 # varying -> invariant | invariant -> varying
-all_gather_invariant = _pair(
+all_gather_invariant: Differentiable = _pair(
     "all_gather(to='invariant')", transport.all_gather_cat, lambda c, g, dim, sizes: shard_invariant(c, g, dim, sizes)
 )
 # partial -> varying | varying -> replicate, for op sum and mean
-reduce_scatter = _pair(
+reduce_scatter: Differentiable = _pair(
     "reduce_scatter",
     transport.reduce_scatter,
     lambda c, g, op, dim, sizes: all_gather_replicate(c, g if op is ReduceOp.SUM else g / c.world_size, dim, sizes),
 )
 # invariant -> varying | varying -> invariant
-shard_invariant = _pair(
+shard_invariant: Differentiable = _pair(
     "shard(of='invariant')", transport.own_chunk, lambda c, g, dim, sizes: all_gather_invariant(c, g, dim, sizes)
 )
 # replicate -> varying | varying -> partial
-shard_replicate = _pair(
+shard_replicate: Differentiable = _pair(
     "shard(of='replicate')", transport.own_chunk, lambda c, g, dim, sizes: in_zeros(c, g, dim, sizes)
 )
-in_zeros = _pair(
+in_zeros: Differentiable = _pair(
     "zeros around own chunk", transport.own_chunk_in_zeros, lambda c, g, dim, sizes: shard_replicate(c, g, dim, sizes)
 )
 # varying -> varying
-all_to_all = _pair(
+all_to_all: Differentiable = _pair(
     "all_to_all",
     lambda c, x, split_dim, concat_dim, out, into: transport.all_to_all(
         c, x, split_dim, concat_dim, out, transport.received_shapes(x, split_dim, concat_dim, out[c.rank], into)
     ),
     lambda c, g, split_dim, concat_dim, out, into: all_to_all(c, g, concat_dim, split_dim, into, out),
 )
-permute = _pair("permute", transport.permute, lambda c, g, pairs: permute(c, g, _shifted_pairs(pairs)))
+permute: Differentiable = _pair("permute", transport.permute, lambda c, g, pairs: permute(c, g, _shifted_pairs(pairs)))
 # varying -> replicate | partial -> varying
-broadcast_replicate = _pair(
+broadcast_replicate: Differentiable = _pair(
     "broadcast(to='replicate')", transport.broadcast, lambda c, g, src: sum_at_root(c, g, src)
 )
-sum_at_root = _pair("sum at src", _sum_at_root, lambda c, g, src: broadcast_replicate(c, g, src))
+sum_at_root: Differentiable = _pair("sum at src", _sum_at_root, lambda c, g, src: broadcast_replicate(c, g, src))
 # varying -> invariant | invariant -> varying
-broadcast_invariant = _pair("broadcast(to='invariant')", transport.broadcast, lambda c, g, src: at_root(c, g, src))
-at_root = _pair("own gradient at src", _at_root, lambda c, g, src: broadcast_invariant(c, g, src))
+broadcast_invariant: Differentiable = _pair(
+    "broadcast(to='invariant')", transport.broadcast, lambda c, g, src: at_root(c, g, src)
+)
+at_root: Differentiable = _pair("own gradient at src", _at_root, lambda c, g, src: broadcast_invariant(c, g, src))
 # varying -> varying
-scatter = _pair("scatter", _own_of_root, lambda c, g, src, dim, sizes: gathered_at_root(c, g, src, dim, sizes))
-gathered_at_root = _pair(
+scatter: Differentiable = _pair(
+    "scatter", _own_of_root, lambda c, g, src, dim, sizes: gathered_at_root(c, g, src, dim, sizes)
+)
+gathered_at_root: Differentiable = _pair(
     "chunks gathered at src", _gathered_at_root, lambda c, g, src, dim, sizes: scatter(c, g, src, dim, sizes)
 )

@@ -182,7 +182,9 @@ class CollectiveBase(ABC):
     def __getstate__(self) -> dict[str, Any]:
         """Settings only: live groups belong to a process."""
         if self._root is not self:
-            raise CollectiveStateError(f"the sub-collective {self.name!r} cannot be pickled or copied; index it where needed.")
+            raise CollectiveStateError(
+                f"the sub-collective {self.name!r} cannot be pickled or copied; index it where needed."
+            )
         blank: CollectiveBase = object.__new__(type(self))
         blank._reset()
         return {key: value for key, value in self.__dict__.items() if key not in blank.__dict__}
@@ -365,11 +367,14 @@ class CollectiveBase(ABC):
         state = self._root._state
         if state == "new":
             raise CollectiveStateError(
-                f"{operation} was called before the collective was set up. Call setup() (or collective_strategy.init()) "
+                f"{operation} was called before the collective was set up. Call setup() (or "
+                f"collective_strategy.init()) "
                 "first; under a Trainer it is usable from the hooks setup() and configure_model() on."
             )
         if state == "closed":
-            raise CollectiveStateError(f"{operation} was called after teardown(). Call setup() to use the collective again.")
+            raise CollectiveStateError(
+                f"{operation} was called after teardown(). Call setup() to use the collective again."
+            )
         reason = self.broken or self._root.broken
         if reason:
             raise CollectiveStateError(f"{operation}: the collective {self.name!r} is broken: {reason}")
@@ -406,7 +411,8 @@ class CollectiveBase(ABC):
         if not self._is_timeout(error):
             self.broken = f"{where} failed: {error}"
             return CollectiveError(
-                f"{where} failed after {waited:.1f} s: {error}. Probably another rank ended or made another call; its output "
+                f"{where} failed after {waited:.1f} s: {error}. Probably another rank ended or made another call; "
+                f"its output "
                 "says why. The collective is broken from now on."
             )
         self.broken = f"{where} timed out"
@@ -419,9 +425,12 @@ class CollectiveBase(ABC):
                 log.debug("the side channel is gone", exc_info=True)
         whom = "missing: " + ", ".join(missing) if missing else "the missing rank is not known"
         return CollectiveTimeoutError(
-            f"{where} timed out after {waited:.1f} s (timeout {self.timeout.total_seconds():g} s); {whom}. Every rank must make "
-            f"the same calls in the same order; look for a call inside `if rank == 0`, uneven batches, or an error on the missing rank. "
-            f"The collective is broken from now on. [{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}]"
+            f"{where} timed out after {waited:.1f} s (timeout {self.timeout.total_seconds():g} s); {whom}. Every "
+            f"rank must make "
+            f"the same calls in the same order; look for a call inside `if rank == 0`, uneven batches, or an error "
+            f"on the missing rank. "
+            f"The collective is broken from now on. [{type(error).__name__}: "
+            f"{str(error).splitlines()[0][:200] if str(error) else ''}]"
         )
 
 

@@ -75,13 +75,15 @@ class Checker:
                     for rank, line in enumerate(lines) if "refused" in line]  # fmt: skip
         if refusals:
             raise CollectiveMismatchError(
-                f"call {number}: {'; '.join(refusals)}. This rank called {call}. Nothing was sent; correct the arguments "
+                f"call {number}: {'; '.join(refusals)}. This rank called {call}. Nothing was sent; correct the "
+                f"arguments "
                 "on the refusing rank."
             )
         if any(other != call for other in calls):
             shown = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(calls))
             raise CollectiveMismatchError(
-                f"the ranks made different calls (call {number}): {shown}. Nothing was sent. All ranks must make the same "
+                f"the ranks made different calls (call {number}): {shown}. Nothing was sent. All ranks must make the "
+                f"same "
                 f"calls in the same order with equal structure, shape and dtype{_hint(calls)}."
             )
         problem = verify([line["details"] for line in lines]) if verify else None

@@ -21,7 +21,7 @@ def composed_reduce_scatter(collective: CollectiveBase, x: Tensor, op: ReduceOp)
 
 
 def composed_all_to_all(collective: CollectiveBase, x: Tensor, out: Sequence[int], into: Sequence[int]) -> Handle:
-    """An all_gather of the lengths and one of the pieces, padded to the longest rank's, of which each rank keeps its own."""
+    """An all_gather of the lengths and one of the pieces, padded to the longest; each rank keeps its own."""
     lengths = torch.tensor(list(out), dtype=torch.int64, device=x.device)
     table = collective._all_gather(lengths).wait().tolist()
     longest = max(sum(row) for row in table)

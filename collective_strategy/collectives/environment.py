@@ -45,7 +45,8 @@ class LaunchEnvironment:
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
             raise EnvironmentConfigError(
-                f"rank {self.rank} is outside 0..{self.world_size - 1} (world size {self.world_size}, set by {self.source}). "
+                f"rank {self.rank} is outside 0..{self.world_size - 1} (world size {self.world_size}, set by "
+                f"{self.source}). "
                 "RANK counts from 0 and must be below WORLD_SIZE."
             )
 
@@ -92,11 +93,16 @@ def _standard(env: Mapping[str, str]) -> LaunchEnvironment:
             required.append("MASTER_ADDR")
     missing = [name for name in required if name not in env]
     if missing and not (missing == ["RANK"] and world_size == 1):
-        seen = {name: env[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name in env}
+        seen = {
+            name: env[name]
+            for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+            if name in env
+        }
         if world_size > 1 and "MASTER_ADDR" not in env and "MASTER_ADDR" not in missing:
             missing.insert(missing.index("MASTER_PORT") if "MASTER_PORT" in missing else len(missing), "MASTER_ADDR")
         raise EnvironmentConfigError(
-            f"the launcher's environment is half set: {', '.join(missing)} missing, found {seen}. Set all of RANK, WORLD_SIZE, "
+            f"the launcher's environment is half set: {', '.join(missing)} missing, found {seen}. Set all of RANK, "
+            f"WORLD_SIZE, "
             "MASTER_ADDR and MASTER_PORT on every process (torchrun does it), or none of them."
         )
     rank = _integer(env, "RANK", 0) if rank_given else 0
@@ -146,7 +152,8 @@ def _slurm(env: Mapping[str, str]) -> LaunchEnvironment:
         local_rank=local_rank,
         local_world_size=local,
         node_rank=node_rank,
-        master_addr=env.get("MASTER_ADDR") or _first_host(env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST", "")),
+        master_addr=env.get("MASTER_ADDR")
+        or _first_host(env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST", "")),
         master_port=_integer(env, "MASTER_PORT", 15000 + int(digits)),
         source="slurm",
         job_id=job,

@@ -67,7 +67,8 @@ class InPlaceOperations(CollectiveBase):
         self._begin("all_gather_", output, "")
         if tuple(output.shape) != (self.world_size, *tensor.shape) or output.dtype != tensor.dtype:
             raise ValueError(
-                f"all_gather_: output must be {tensor.dtype} of shape {[self.world_size, *tensor.shape]}, got {output.dtype} of "
+                f"all_gather_: output must be {tensor.dtype} of shape {[self.world_size, *tensor.shape]}, got "
+                f"{output.dtype} of "
                 f"shape {list(output.shape)}."
             )
         flat = self._movable(tensor.contiguous())
@@ -85,14 +86,18 @@ class InPlaceOperations(CollectiveBase):
         refuse_reduction(reduce_op, tensor.dtype, "the tensor", "reduce_scatter_")
         if tuple(tensor.shape) != (self.world_size, *output.shape) or output.dtype != tensor.dtype:
             raise ValueError(
-                f"reduce_scatter_: tensor must be {output.dtype} of shape {[self.world_size, *output.shape]}, got {tensor.dtype} of "
+                f"reduce_scatter_: tensor must be {output.dtype} of shape {[self.world_size, *output.shape]}, got "
+                f"{tensor.dtype} of "
                 f"shape {list(tensor.shape)}."
             )
         source = tensor.detach() if self._takes(tensor) else tensor.detach().to(self.device)
         code = encode_reduction(source.contiguous(), reduce_op, self.world_size, self.capabilities)
         wire_op = code.wire_op
         if wire_op is None:
-            raise TypeError(f"reduce_scatter_: {self.backend_name!r} does not reduce {tensor.dtype} with {op!r}; use reduce_scatter.")
+            raise TypeError(
+                f"reduce_scatter_: {self.backend_name!r} does not reduce {tensor.dtype} with {op!r}; use "
+                f"reduce_scatter."
+            )
         return self._started(
             lambda: self._reduce_scatter(code.buffer, wire_op), lambda y: self._copied(output, code.finish(y)), async_op
         )
@@ -107,7 +112,9 @@ class InPlaceOperations(CollectiveBase):
         self._current = f"{operation}({settings})"
         self.counters.count(operation, tensor.numel() * tensor.element_size())
 
-    def _started(self, start: Callable[[], Handle], finish: Callable[[Tensor], Tensor], async_op: bool) -> Tensor | Handle:
+    def _started(
+        self, start: Callable[[], Handle], finish: Callable[[Tensor], Tensor], async_op: bool
+    ) -> Tensor | Handle:
         if self.world_size == 1:
             result = finish(start().wait())
             return CompletedHandle(result) if async_op else result

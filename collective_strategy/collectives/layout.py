@@ -22,7 +22,7 @@ class Partition:
         """All groups, for backends that need the full partition. Its cost grows with the number of ranks."""
         if self.layout is None:
             return self.explicit
-        seen = {}
+        seen: dict[tuple[int, ...], None] = {}
         for rank in range(self.layout.world_size):
             seen.setdefault(self.layout.members(self.axes, rank), None)
         return tuple(seen)
@@ -67,7 +67,8 @@ class MeshLayout:
         if data_axis == NO_DEFAULT:
             if "data" not in mesh:
                 raise ValueError(
-                    f"mesh {dict(mesh)} has no axis named 'data'. Say which axis splits the batch with data_axis='name', or "
+                    f"mesh {dict(mesh)} has no axis named 'data'. Say which axis splits the batch with "
+                    f"data_axis='name', or "
                     "data_axis=None if no axis does (every rank then sees the same batches)."
                 )
         elif data_axis is not None and data_axis not in mesh and data_axis not in (unions or {}):

@@ -27,7 +27,9 @@ class ObjectOperations(CollectiveBase):
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         """The list of every rank's object, in rank order; nesting and types are kept."""
-        result: list[Any] = self._run("all_gather_object", lambda: self._plan_all_gather_object("all_gather_object", obj))
+        result: list[Any] = self._run(
+            "all_gather_object", lambda: self._plan_all_gather_object("all_gather_object", obj)
+        )
         return result
 
     def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None:
@@ -36,7 +38,9 @@ class ObjectOperations(CollectiveBase):
         def plan() -> Plan:
             root = rank_argument(self, "dst", dst)
             status, payload = _pickled(obj)
-            return Plan(lambda: self._gather_payloads(status, payload, root), f"gather_object(dst={root})", nbytes=len(payload))
+            return Plan(
+                lambda: self._gather_payloads(status, payload, root), f"gather_object(dst={root})", nbytes=len(payload)
+            )
 
         result: list[Any] | None = self._run("gather_object", plan)
         return result
@@ -69,7 +73,10 @@ class ObjectOperations(CollectiveBase):
             payloads = [(_OK, b"")] * self.world_size
             if self.rank == root:
                 if objs is None or isinstance(objs, (str, bytes)) or not isinstance(objs, Sequence):
-                    raise TypeError(f"scatter_object: rank {root} must give a list with one object per rank, got {type(objs).__name__}.")
+                    raise TypeError(
+                        f"scatter_object: rank {root} must give a list with one object per rank, got "
+                        f"{type(objs).__name__}."
+                    )
                 if len(objs) != self.world_size:
                     raise ValueError(f"scatter_object: got {len(objs)} objects for {self.world_size} ranks.")
                 payloads = [_pickled(obj) for obj in objs]
@@ -108,10 +115,14 @@ class ObjectOperations(CollectiveBase):
             if self.rank != dst:
                 return None
         parts = [_bytes(part) for part in joined.split(lengths)]
-        return self._unpickled([(row[0], part) for row, part in zip(table, parts)])
+        return self._unpickled([(row[0], part) for row, part in zip(table, parts, strict=True)])
 
     def _unpickled(self, payloads: Sequence[tuple[int, bytes]], first_rank: int = 0) -> list[Any]:
-        failures = [f"rank {first_rank + index}: {data.decode()}" for index, (status, data) in enumerate(payloads) if status == _FAILED]
+        failures = [
+            f"rank {first_rank + index}: {data.decode()}"
+            for index, (status, data) in enumerate(payloads)
+            if status == _FAILED
+        ]
         if failures:
             raise CollectiveError(
                 f"{self._current}: an object could not be pickled, so no rank got anything: {'; '.join(failures)}. "
@@ -121,7 +132,8 @@ class ObjectOperations(CollectiveBase):
             return [pickle.loads(data) for _, data in payloads]
         except Exception as error:
             raise CollectiveError(
-                f"{self._current}: rank {self.rank} could not rebuild an object it received: {type(error).__name__}: {error}. "
+                f"{self._current}: rank {self.rank} could not rebuild an object it received: {type(error).__name__}: "
+                f"{error}. "
                 "Its class must be importable on every rank."
             ) from error
 

@@ -97,13 +97,23 @@ OPERATIONS: tuple[Operation, ...] = (
         pairs=(
             (
                 "replicate",
-                Pair("varying", "replicate", "all x_k, in rank order", "reduce_scatter of the gradients' sum",
-                     "gather from sequence-parallel region, torch.distributed.nn.all_gather"),
+                Pair(
+                    "varying",
+                    "replicate",
+                    "all x_k, in rank order",
+                    "reduce_scatter of the gradients' sum",
+                    "gather from sequence-parallel region, torch.distributed.nn.all_gather",
+                ),
             ),
             (
                 "invariant",
-                Pair("varying", "invariant", "all x_k, in rank order", "own slice of the gradient",
-                     "gather from tensor-parallel region"),
+                Pair(
+                    "varying",
+                    "invariant",
+                    "all x_k, in rank order",
+                    "own slice of the gradient",
+                    "gather from tensor-parallel region",
+                ),
             ),
         ),
     ),
@@ -146,7 +156,12 @@ OPERATIONS: tuple[Operation, ...] = (
         "(x, src=0, dim=0, *, sizes=None)",
         "own chunk (along dim) of the tensor of rank src",
         pairs=(
-            ("", Pair("varying", "varying", "own chunk of x_src", "the chunks' gradients gathered at src, zeros elsewhere")),
+            (
+                "",
+                Pair(
+                    "varying", "varying", "own chunk of x_src", "the chunks' gradients gathered at src, zeros elsewhere"
+                ),
+            ),
         ),
     ),
     Operation(
@@ -166,7 +181,10 @@ OPERATIONS: tuple[Operation, ...] = (
         "(x, dim=0, *, sizes=None, of='invariant')",
         "own chunk (along dim) of x; nothing is sent in forward",
         pairs=(
-            ("invariant", Pair("invariant", "varying", "own chunk", "all_gather of the gradients", "Megatron's scatter")),
+            (
+                "invariant",
+                Pair("invariant", "varying", "own chunk", "all_gather of the gradients", "Megatron's scatter"),
+            ),
             ("replicate", Pair("replicate", "varying", "own chunk", "own gradient between zeros")),
         ),
     ),
@@ -195,7 +213,10 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation("broadcast_", "(tensor, src=0, *, async_op=False)", "tensor, overwritten with src's value", "in_place"),
     Operation("all_gather_", "(output, tensor, *, async_op=False)", "output, (world_size, *tensor.shape)", "in_place"),
     Operation(
-        "reduce_scatter_", "(output, tensor, op='sum', *, async_op=False)", "output, own chunk of the reduction", "in_place"
+        "reduce_scatter_",
+        "(output, tensor, op='sum', *, async_op=False)",
+        "output, own chunk of the reduction",
+        "in_place",
     ),
 )
 

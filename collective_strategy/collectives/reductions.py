@@ -87,7 +87,7 @@ def encode_reduction(x: Tensor, op: ReduceOp, world_size: int, capabilities: Cap
     elif op in (ReduceOp.ALL, ReduceOp.ANY) or dtype is torch.bool:
         wire_op = ReduceOp.MIN if op in (ReduceOp.ALL, ReduceOp.MIN) else ReduceOp.MAX
         buffer, finish = x.to(torch.uint8), lambda y: y.to(torch.bool)
-    elif dtype.is_complex or dtype.is_floating_point and op not in _ORDER_OPS:
+    elif dtype.is_complex or (dtype.is_floating_point and op not in _ORDER_OPS):
         buffer, finish = _summable(x)
     elif dtype.is_floating_point:
         buffer, finish = _ordered(x, op)

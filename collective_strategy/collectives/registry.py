@@ -64,7 +64,9 @@ def collective_class(name: str) -> type[Collective]:
         if point.name == name:
             loaded = point.load()
             if not (isinstance(loaded, type) and issubclass(loaded, Collective)):
-                raise TypeError(f"the entry point {point.value!r} for backend {name!r} is not a subclass of Collective.")
+                raise TypeError(
+                    f"the entry point {point.value!r} for backend {name!r} is not a subclass of Collective."
+                )
             return loaded
     raise ValueError(f"unknown backend {name!r}; known: {', '.join(available_collectives())}.")
 

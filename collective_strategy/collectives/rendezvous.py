@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from datetime import timedelta
 
-import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from collective_strategy.collectives.environment import LaunchEnvironment
 from collective_strategy.collectives.errors import RendezvousError
@@ -19,10 +19,10 @@ class _ProcessStores:
     """
 
     def __init__(self) -> None:
-        self._stores: dict[tuple[int, str, int], dist.Store] = {}
+        self._stores: dict[tuple[int, str, int], Store] = {}
         self._generations: dict[tuple[int, str, int], int] = {}
 
-    def open(self, environment: LaunchEnvironment, timeout: timedelta) -> tuple[dist.Store, int]:
+    def open(self, environment: LaunchEnvironment, timeout: timedelta) -> tuple[Store, int]:
         """The store and how often it was opened before."""
         key = (os.getpid(), environment.master_addr, environment.master_port)
         if key not in self._stores:
@@ -34,7 +34,7 @@ class _ProcessStores:
 _stores = _ProcessStores()
 
 
-def join(environment: LaunchEnvironment, timeout: timedelta, settings: str) -> dist.Store:
+def join(environment: LaunchEnvironment, timeout: timedelta, settings: str) -> Store:
     """Meets the other processes. Each makes the same few store operations, however many processes there are.
 
     Args:
@@ -50,7 +50,7 @@ def join(environment: LaunchEnvironment, timeout: timedelta, settings: str) -> d
     """
     base, generation = _stores.open(environment, timeout)
     job = environment.job_id or "job"
-    store = dist.PrefixStore(f"collective_strategy/{job}/{environment.attempt}/{generation}", base)
+    store = PrefixStore(f"collective_strategy/{job}/{environment.attempt}/{generation}", base)
     rank, world_size = environment.rank, environment.world_size
     where = f"{environment.master_addr}:{environment.master_port}"
     try:
@@ -75,17 +75,18 @@ def join(environment: LaunchEnvironment, timeout: timedelta, settings: str) -> d
     return store
 
 
-def _connect(environment: LaunchEnvironment, timeout: timedelta) -> dist.Store:
+def _connect(environment: LaunchEnvironment, timeout: timedelta) -> Store:
     host, port = environment.master_addr, environment.master_port
     serves = environment.rank == 0 and not environment.store_is_served
     if environment.world_size == 1 and port == 0:
-        return dist.HashStore()
+        return HashStore()
     try:
-        return dist.TCPStore(host, port, None, serves, timeout, wait_for_workers=False)
+        return TCPStore(host, port, None, serves, timeout, wait_for_workers=False)
     except Exception as error:
         if serves:
             raise RendezvousError(
-                f"rank 0 cannot listen at {host}:{port}: {error}. The port is taken by another program, or a second process "
+                f"rank 0 cannot listen at {host}:{port}: {error}. The port is taken by another program, or a second "
+                f"process "
                 "claims rank 0. Choose another MASTER_PORT, and see that every process has its own RANK."
             ) from error
         raise RendezvousError(
@@ -94,7 +95,7 @@ def _connect(environment: LaunchEnvironment, timeout: timedelta) -> dist.Store:
         ) from error
 
 
-def _missing(store: dist.Store, environment: LaunchEnvironment, timeout: timedelta, where: str) -> str:
+def _missing(store: Store, environment: LaunchEnvironment, timeout: timedelta, where: str) -> str:
     world_size = environment.world_size
     try:
         absent = [rank for rank in range(world_size) if not store.check([f"arrived/{rank}"])]
@@ -102,13 +103,15 @@ def _missing(store: dist.Store, environment: LaunchEnvironment, timeout: timedel
     except Exception:
         seen = f"rank {environment.rank} of {world_size} lost the store, whose process (rank 0) probably ended"
     return (
-        f"the processes did not all meet at {where} within {timeout.total_seconds():g} s: {seen}. Start the missing ones, or look "
+        f"the processes did not all meet at {where} within {timeout.total_seconds():g} s: {seen}. Start the missing "
+        f"ones, or look "
         "at their output; every process needs the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE and its own RANK."
     )
 
 
 def _doubled(rank: int, world_size: int, where: str) -> str:
     return (
-        f"two processes claim rank {rank} of {world_size} at {where}. Every process needs its own RANK, and two jobs need "
+        f"two processes claim rank {rank} of {world_size} at {where}. Every process needs its own RANK, and two jobs "
+        f"need "
         "different MASTER_PORTs."
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 
-import torch.distributed as dist
+from torch.distributed import PrefixStore, Store
 
 
 class SideChannel:
@@ -14,8 +14,8 @@ class SideChannel:
     One client connection serves one thread: a blocking wait holds it. `clone` opens another.
     """
 
-    def __init__(self, store: dist.Store, prefix: str = "") -> None:
-        self._store = dist.PrefixStore(prefix, store) if prefix else store
+    def __init__(self, store: Store, prefix: str = "") -> None:
+        self._store = PrefixStore(prefix, store) if prefix else store
 
     def scoped(self, prefix: str) -> SideChannel:
         """The same connection under a longer prefix."""
@@ -24,13 +24,13 @@ class SideChannel:
     def clone(self) -> SideChannel | None:
         """The same keys over a connection of its own; None where the store cannot be cloned."""
         try:
-            return SideChannel(self._store.clone())
+            return SideChannel(self._store.clone())  # type: ignore[attr-defined]
         except (AttributeError, RuntimeError, NotImplementedError):
             return None
 
     def set(self, key: str, value: str) -> None:
         """Writes a value."""
-        self._store.set(key, value.encode())
+        self._store.set(key, value)
 
     def collect(self, keys: Sequence[str], timeout: timedelta) -> list[str]:
         """Waits until all keys exist and reads them.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from collective_strategy.collectives.capabilities import Capabilities
@@ -17,7 +18,7 @@ from collective_strategy.collectives.operations import ReduceOp
 from collective_strategy.collectives.side_channel import SideChannel
 
 
-class _Everything(frozenset):  # type: ignore[type-arg]
+class _Everything(frozenset):
     """A set that holds whatever is asked for."""
 
     def __contains__(self, item: object) -> bool:
@@ -42,7 +43,8 @@ class SingleProcessCollective(Collective):
     def _open(self, environment: LaunchEnvironment, settings: str) -> SideChannel | None:
         if environment.world_size != 1:
             raise EnvironmentConfigError(
-                f"the launcher ({environment.source}) started {environment.world_size} processes, but the one-process collective "
+                f"the launcher ({environment.source}) started {environment.world_size} processes, but the "
+                f"one-process collective "
                 "was asked for; each would work alone. Use 'torch', or start one process."
             )
         return None
@@ -73,6 +75,4 @@ class SingleProcessCollective(Collective):
 
 
 def _nothing() -> Tensor:
-    import torch
-
     return torch.empty(0)

@@ -12,6 +12,8 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import HashStore, PrefixStore, Store
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from collective_strategy.collectives.capabilities import PRIMITIVES, Capabilities
 from collective_strategy.collectives.collective import Collective
@@ -94,7 +96,7 @@ class TorchDistributedCollective(Collective):
             self._known = _capabilities(backend, frozenset(kinds or {self.device.type}))
         return self._known
 
-    def device_mesh(self) -> dist.device_mesh.DeviceMesh:
+    def device_mesh(self) -> DeviceMesh:
         """The mesh's groups as torch's DeviceMesh, for DTensor or FSDP. Every rank calls it; no group is made.
 
         Raises:
@@ -104,14 +106,16 @@ class TorchDistributedCollective(Collective):
         if self.mesh is None or self._root is not self:
             raise CollectiveStateError("device_mesh() needs the world's collective with a mesh={...}.")
         if self.world_size == 1 or 1 in self.mesh.axes.values():
-            return dist.init_device_mesh(self.device.type, tuple(self.mesh.axes.values()), mesh_dim_names=tuple(self.mesh.axes))
+            return init_device_mesh(
+                self.device.type, tuple(self.mesh.axes.values()), mesh_dim_names=tuple(self.mesh.axes)
+            )
         groups = [self[name]._group for name in self.mesh.axes]
         names = tuple(self.mesh.axes)
         if len(groups) == 1:
-            return dist.DeviceMesh.from_group(groups[0], self.device.type, mesh_dim_names=names)
+            return DeviceMesh.from_group(groups[0], self.device.type, mesh_dim_names=names)
         shape = tuple(self.mesh.axes.values())
         ranks = torch.arange(self.world_size).reshape(shape)
-        return dist.DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=names)
+        return DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=names)
 
     # -- set-up --------------------------------------------------------------------------------------------------------
 
@@ -126,22 +130,26 @@ class TorchDistributedCollective(Collective):
             return self._adopt(environment)
         backend = self._backend()
         if backend == "fake":
-            store = dist.HashStore()
+            store: Store = HashStore()
             dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size)
             self._owns_world = True
             return None
         store = join(environment, self.timeout, f"backend={backend}, {settings}")
-        device = {"device_id": self.device} if self.device.type == "cuda" and self.device.index is not None else {}
+        device: dict[str, Any] = (
+            {"device_id": self.device} if self.device.type == "cuda" and self.device.index is not None else {}
+        )
         try:
             with self._interface():
                 dist.init_process_group(
-                    backend, store=dist.PrefixStore("group", store), rank=self.rank, world_size=self.world_size,
+                    backend, store=PrefixStore("group", store), rank=self.rank, world_size=self.world_size,
                     timeout=self.timeout, **device,
                 )  # fmt: skip
         except Exception as error:
             raise RendezvousError(
-                f"rank {self.rank} of {self.world_size} could not open the {backend!r} process group: {error}. All ranks joined the "
-                "store, so look at the network interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) and at the other ranks' output."
+                f"rank {self.rank} of {self.world_size} could not open the {backend!r} process group: {error}. All "
+                f"ranks joined the "
+                "store, so look at the network interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) and at the other "
+                "ranks' output."
             ) from error
         self._owns_world = True
         atexit.register(_destroy_at_exit)
@@ -153,7 +161,8 @@ class TorchDistributedCollective(Collective):
             self.rank, self.world_size, self.ranks = rank, size, tuple(range(size))
         elif (rank, size) != (environment.rank, environment.world_size):
             raise CollectiveStateError(
-                f"torch.distributed is initialised as rank {rank} of {size}, but this job's environment says rank {environment.rank} "
+                f"torch.distributed is initialised as rank {rank} of {size}, but this job's environment says rank "
+                f"{environment.rank} "
                 f"of {environment.world_size}. Destroy that process group first, or start the processes alike."
             )
         if self.process_group_backend is None:
@@ -171,7 +180,9 @@ class TorchDistributedCollective(Collective):
         backend = self._backend()
         with self._interface():
             if backend == "mpi":  # it cannot make a group by its members only
-                groups = {members: dist.new_group(list(members), timeout=self.timeout) for members in partition.groups()}
+                groups = {
+                    members: dist.new_group(list(members), timeout=self.timeout) for members in partition.groups()
+                }
                 return groups[ranks]
             return dist.new_group(list(ranks), timeout=self.timeout, backend=backend, use_local_synchronization=True)
 
@@ -239,7 +250,7 @@ class _WorkHandle(Handle):
         return self._work is None or bool(self._work.is_completed())
 
 
-def _next_generation(store: dist.Store, world_size: int) -> int | None:
+def _next_generation(store: Store, world_size: int) -> int | None:
     """Counts the adoptions of a process group, alike on all ranks."""
     try:
         count = store.add("collective_strategy/adoptions", 1)
@@ -251,4 +262,3 @@ def _next_generation(store: dist.Store, world_size: int) -> int | None:
 def _destroy_at_exit() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
-

@@ -18,11 +18,11 @@ from collective_strategy.collectives.handles import Handle
 from collective_strategy.collectives.reductions import encode_reduction
 
 if TYPE_CHECKING:
-    from collective_strategy.collectives.collective import Collective
+    from collective_strategy.collectives.base import CollectiveBase
     from collective_strategy.collectives.operations import ReduceOp
 
 
-def all_reduce(collective: Collective, x: Tensor, op: ReduceOp) -> Tensor:
+def all_reduce(collective: CollectiveBase, x: Tensor, op: ReduceOp) -> Tensor:
     """The reduction over all ranks, element by element; shape of ``x``."""
     code = encode_reduction(_outbound(collective, x), op, collective.world_size, collective.capabilities)
     if code.wire_op is None:
@@ -33,7 +33,7 @@ def all_reduce(collective: Collective, x: Tensor, op: ReduceOp) -> Tensor:
     return code.finish(reduced).to(x.device)
 
 
-def broadcast(collective: Collective, x: Tensor, src: int) -> Tensor:
+def broadcast(collective: CollectiveBase, x: Tensor, src: int) -> Tensor:
     """The value of rank ``src``; ``x`` has its shape and dtype on every rank."""
     buffer, restore = _bytes_if_needed(collective, _outbound(collective, x))
     if buffer.data_ptr() == x.data_ptr() or collective.world_size == 1:
@@ -42,12 +42,12 @@ def broadcast(collective: Collective, x: Tensor, src: int) -> Tensor:
     return restore(received).reshape(x.shape).to(x.device)
 
 
-def all_gather(collective: Collective, x: Tensor) -> Tensor:
+def all_gather(collective: CollectiveBase, x: Tensor) -> Tensor:
     """All tensors stacked in rank order: ``(world_size, *x.shape)``."""
     return _gathered(collective, _outbound(collective, x)).to(x.device)
 
 
-def all_gather_cat(collective: Collective, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+def all_gather_cat(collective: CollectiveBase, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
     """All tensors concatenated along ``dim``, whose lengths are ``sizes``."""
     front = _outbound(collective, x.movedim(dim, 0))
     rest = tuple(front.shape[1:])
@@ -63,7 +63,7 @@ def all_gather_cat(collective: Collective, x: Tensor, dim: int, sizes: Sequence[
     return _back(pieces, dim, x)
 
 
-def reduce_scatter(collective: Collective, x: Tensor, op: ReduceOp, dim: int, sizes: Sequence[int]) -> Tensor:
+def reduce_scatter(collective: CollectiveBase, x: Tensor, op: ReduceOp, dim: int, sizes: Sequence[int]) -> Tensor:
     """Own chunk along ``dim`` of the reduction of ``x``."""
     front = _outbound(collective, x.movedim(dim, 0))
     code = encode_reduction(front, op, collective.world_size, collective.capabilities)
@@ -82,7 +82,7 @@ def reduce_scatter(collective: Collective, x: Tensor, op: ReduceOp, dim: int, si
     return _back(code.finish(reduced), dim, x)
 
 
-def all_to_all(collective: Collective, x: Tensor, split_dim: int, concat_dim: int, sizes: Sequence[int],
+def all_to_all(collective: CollectiveBase, x: Tensor, split_dim: int, concat_dim: int, sizes: Sequence[int],
                received_shapes: Sequence[Sequence[int]]) -> Tensor:  # fmt: skip
     """Chunk k of ``x`` along ``split_dim`` goes to rank k; what arrives is concatenated along ``concat_dim``.
 
@@ -92,13 +92,11 @@ def all_to_all(collective: Collective, x: Tensor, split_dim: int, concat_dim: in
     flat = torch.cat([chunk.reshape(-1) for chunk in chunks])
     numels = [_numel(shape) for shape in received_shapes]
     received = exchange(collective, flat, [chunk.numel() for chunk in chunks], numels)
-    parts = [part.reshape(list(shape)) for part, shape in zip(received.split(numels), received_shapes)]
+    parts = [part.reshape(list(shape)) for part, shape in zip(received.split(numels), received_shapes, strict=True)]
     return torch.cat(parts, concat_dim).contiguous().to(x.device)
 
 
-def received_shapes(
-    x: Tensor, split_dim: int, concat_dim: int, own: int, into: Sequence[int]
-) -> list[tuple[int, ...]]:
+def received_shapes(x: Tensor, split_dim: int, concat_dim: int, own: int, into: Sequence[int]) -> list[tuple[int, ...]]:
     """Shapes of the chunks that arrive: ``own`` long along ``split_dim``, ``into[k]`` along ``concat_dim``."""
     shapes = []
     for length in into:
@@ -109,7 +107,7 @@ def received_shapes(
     return shapes
 
 
-def permute(collective: Collective, x: Tensor, pairs: Sequence[tuple[int, int]]) -> Tensor:
+def permute(collective: CollectiveBase, x: Tensor, pairs: Sequence[tuple[int, int]]) -> Tensor:
     """The tensor of the rank that sends here; zeros if none does. ``x`` has the same shape on every rank."""
     sends_to = {source: target for source, target in pairs}
     hears_from = {target: source for source, target in pairs}
@@ -123,7 +121,7 @@ def permute(collective: Collective, x: Tensor, pairs: Sequence[tuple[int, int]])
     return received.reshape(x.shape).to(x.device)
 
 
-def scatter(collective: Collective, x: Tensor, src: int, dim: int, sizes: Sequence[int]) -> Tensor:
+def scatter(collective: CollectiveBase, x: Tensor, src: int, dim: int, sizes: Sequence[int]) -> Tensor:
     """Own chunk along ``dim`` of the tensor of rank ``src``."""
     front = _outbound(collective, x.movedim(dim, 0))
     rest = tuple(front.shape[1:])
@@ -137,7 +135,7 @@ def scatter(collective: Collective, x: Tensor, src: int, dim: int, sizes: Sequen
     return _back(received.reshape(mine, *rest), dim, x)
 
 
-def gather_to(collective: Collective, x: Tensor, dst: int) -> Tensor | None:
+def gather_to(collective: CollectiveBase, x: Tensor, dst: int) -> Tensor | None:
     """All tensors stacked in rank order on rank ``dst``, None elsewhere."""
     flat = _outbound(collective, x).reshape(-1)
     n = flat.numel()
@@ -147,7 +145,7 @@ def gather_to(collective: Collective, x: Tensor, dst: int) -> Tensor | None:
     return received.reshape(collective.world_size, *x.shape).to(x.device) if here else None
 
 
-def exchange(collective: Collective, flat: Tensor, out: Sequence[int], into: Sequence[int]) -> Tensor:
+def exchange(collective: CollectiveBase, flat: Tensor, out: Sequence[int], into: Sequence[int]) -> Tensor:
     """One flat tensor's pieces of lengths ``out`` to the ranks, pieces of lengths ``into`` from them."""
     buffer, restore = _bytes_if_needed(collective, flat)
     scale = buffer.numel() // flat.numel() if flat.numel() else _width(collective, flat.dtype)
@@ -155,13 +153,13 @@ def exchange(collective: Collective, flat: Tensor, out: Sequence[int], into: Seq
     return restore(_complete(collective, lambda: collective._all_to_all(buffer, sent, received)))
 
 
-def own_chunk(collective: Collective, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+def own_chunk(collective: CollectiveBase, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
     """Own chunk of ``x`` along ``dim``, copied; nothing is sent."""
     start = list(accumulate(sizes, initial=0))[collective.rank]
     return x.narrow(dim, start, sizes[collective.rank]).clone(memory_format=torch.contiguous_format)
 
 
-def own_chunk_in_zeros(collective: Collective, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+def own_chunk_in_zeros(collective: CollectiveBase, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
     """``x`` in the place of the own chunk, zeros elsewhere; nothing is sent."""
     start = list(accumulate(sizes, initial=0))[collective.rank]
     shape = list(x.shape)
@@ -171,23 +169,23 @@ def own_chunk_in_zeros(collective: Collective, x: Tensor, dim: int, sizes: Seque
     return result
 
 
-def barrier(collective: Collective) -> None:
+def barrier(collective: CollectiveBase) -> None:
     """Returns when all ranks have called it."""
     _complete(collective, collective._barrier)
 
 
-def _gathered(collective: Collective, x: Tensor) -> Tensor:
+def _gathered(collective: CollectiveBase, x: Tensor) -> Tensor:
     """`_all_gather` of a contiguous tensor on the backend's device, in a dtype it moves."""
     buffer, restore = _bytes_if_needed(collective, x)
     gathered = _complete(collective, lambda: collective._all_gather(buffer))
     return restore(gathered).reshape(collective.world_size, *x.shape)
 
 
-def _complete(collective: Collective, start: Callable[[], Handle]) -> Tensor:
+def _complete(collective: CollectiveBase, start: Callable[[], Handle]) -> Tensor:
     return collective._guarded(lambda: start().wait())
 
 
-def _outbound(collective: Collective, x: Tensor) -> Tensor:
+def _outbound(collective: CollectiveBase, x: Tensor) -> Tensor:
     """Detached, with plain memory, contiguous, on a device the backend takes. May be ``x`` itself."""
     x = x.detach().resolve_conj().resolve_neg()
     types = collective.capabilities.device_types
@@ -196,7 +194,7 @@ def _outbound(collective: Collective, x: Tensor) -> Tensor:
     return x.contiguous()
 
 
-def _bytes_if_needed(collective: Collective, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+def _bytes_if_needed(collective: CollectiveBase, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """``x`` flat, viewed as bytes where the backend does not move its dtype, and the way back."""
     flat = x.reshape(-1)
     if x.dtype in collective.capabilities.movement_dtypes:
@@ -205,7 +203,7 @@ def _bytes_if_needed(collective: Collective, x: Tensor) -> tuple[Tensor, Callabl
     return flat.view(torch.uint8), lambda moved: moved.view(dtype)
 
 
-def _width(collective: Collective, dtype: torch.dtype) -> int:
+def _width(collective: CollectiveBase, dtype: torch.dtype) -> int:
     return 1 if dtype in collective.capabilities.movement_dtypes else dtype.itemsize
 
 
@@ -224,13 +222,13 @@ def _same(x: Tensor) -> Tensor:
     return x
 
 
-def send(collective: Collective, x: Tensor, dst: int) -> Tensor:
+def send(collective: CollectiveBase, x: Tensor, dst: int) -> Tensor:
     """Sends ``x`` to rank ``dst``."""
     buffer, _ = _bytes_if_needed(collective, _outbound(collective, x))
     return _complete(collective, lambda: collective._send(buffer, dst))
 
 
-def recv(collective: Collective, like: Tensor, src: int) -> Tensor:
+def recv(collective: CollectiveBase, like: Tensor, src: int) -> Tensor:
     """The tensor of ``like``'s shape and dtype that rank ``src`` sends."""
     buffer, restore = _bytes_if_needed(collective, _outbound(collective, torch.empty_like(like)))
     received = _complete(collective, lambda: collective._recv(buffer, src))

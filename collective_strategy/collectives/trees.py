@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import numbers
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,9 +56,14 @@ class Tree:
         tree.structure, tree._rebuild = tree._flatten(value, "x", operation)
         return tree
 
-    def map(self, function: Callable[[Tensor], Any]) -> Any:
-        """The container with ``function(leaf)`` in the place of each leaf."""
-        return self.rebuild([function(leaf) for leaf in self.leaves])
+    def map(self, function: Callable[..., Any], settings: Sequence[tuple[Any, ...]] | None = None) -> Any:
+        """The container with ``function(leaf, *settings_of_leaf)`` in the place of each leaf."""
+        settings = settings or [()] * len(self.leaves)
+        return self.rebuild([function(leaf, *own) for leaf, own in zip(self.leaves, settings, strict=True)])
+
+    def named(self) -> Iterator[tuple[Tensor, str]]:
+        """Each leaf with its path."""
+        return zip(self.leaves, self.paths, strict=True)
 
     def rebuild(self, values: list[Any]) -> Any:
         """The container with ``values`` in the place of the leaves."""
@@ -79,32 +84,46 @@ class Tree:
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             make = type(value)
             return self._flatten_children(
-                make.__name__, [(f".{name}", getattr(value, name)) for name in value._fields], path, operation,
+                make.__name__,
+                [(f".{name}", getattr(value, name)) for name in value._fields],
+                path,
+                operation,
                 lambda children: make(*children),
             )
         if isinstance(value, list):
             return self._flatten_children(
                 "list" if type(value) is list else type(value).__name__,
-                [(f"[{index}]", child) for index, child in enumerate(value)], path, operation,
+                [(f"[{index}]", child) for index, child in enumerate(value)],
+                path,
+                operation,
                 lambda children: _refilled(value, children),
             )
         if isinstance(value, tuple) and not isinstance(value, torch.Size):
             kind = type(value)
             return self._flatten_children(
-                kind.__name__, [(f"[{index}]", child) for index, child in enumerate(value)], path, operation,
+                kind.__name__,
+                [(f"[{index}]", child) for index, child in enumerate(value)],
+                path,
+                operation,
                 lambda children: kind(children),
             )
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
             return self._flatten_children(
-                type(value).__name__, [(f".{name}", getattr(value, name)) for name in names], path, operation,
+                type(value).__name__,
+                [(f".{name}", getattr(value, name)) for name in names],
+                path,
+                operation,
                 lambda children: _replaced(value, names, children),
             )
         node = pytree.SUPPORTED_NODES.get(type(value))
         if node is not None:
             parts, context = node.flatten_fn(value)
             return self._flatten_children(
-                f"{type(value).__name__}", [(f"<{index}>", child) for index, child in enumerate(parts)], path, operation,
+                f"{type(value).__name__}",
+                [(f"<{index}>", child) for index, child in enumerate(parts)],
+                path,
+                operation,
                 lambda children: node.unflatten_fn(children, context),
             )
         raise TypeError(_unsupported(value, path, operation))
@@ -114,7 +133,7 @@ class Tree:
 
         def make(children: list[Any]) -> Any:
             result = copy.copy(value)  # keeps subclass, default factory and insertion order
-            for key, child in zip(keys, children):
+            for key, child in zip(keys, children, strict=True):
                 result[key] = child
             return result
 
@@ -152,7 +171,8 @@ def refuse_layout(tensor: Tensor, path: str, operation: str) -> None:
     """Refuses tensors that have no ordinary memory to send."""
     if tensor.layout is not torch.strided:
         raise TypeError(
-            f"{operation}: {path} has layout {tensor.layout}. Collectives take strided tensors: call .to_dense() first, "
+            f"{operation}: {path} has layout {tensor.layout}. Collectives take strided tensors: call .to_dense() "
+            f"first, "
             "or communicate its indices and values."
         )
     if tensor.is_nested or tensor.is_quantized:
@@ -188,7 +208,7 @@ def _refilled(value: list[Any], children: list[Any]) -> list[Any]:
 
 def _replaced(value: Any, names: list[str], children: list[Any]) -> Any:
     result = copy.copy(value)
-    for name, child in zip(names, children):
+    for name, child in zip(names, children, strict=True):
         object.__setattr__(result, name, child)  # frozen dataclasses refuse the ordinary assignment
     return result
 
@@ -203,6 +223,7 @@ def _unsupported(value: object, path: str, operation: str) -> str:
     shown = repr(value)
     shown = shown if len(shown) <= 60 else shown[:57] + "..."
     return (
-        f"{operation}: {path} is {shown} of type {type(value).__name__}, which is neither a tensor, a number nor a known "
+        f"{operation}: {path} is {shown} of type {type(value).__name__}, which is neither a tensor, a number nor a "
+        f"known "
         f"container, so every rank would keep its own value. {hint}, or leave it out of the container."
     )

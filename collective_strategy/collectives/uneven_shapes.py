@@ -19,10 +19,30 @@ if TYPE_CHECKING:
 _MOST_DIMS = 14
 _DTYPES = tuple(
     getattr(torch, name)
-    for name in (
-        "bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 bfloat16 float32 float64 complex32 complex64 complex128 "
-        "float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2"
-    ).split()
+    for name in [
+        "bool",
+        "uint8",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "uint16",
+        "uint32",
+        "uint64",
+        "float16",
+        "bfloat16",
+        "float32",
+        "float64",
+        "complex32",
+        "complex64",
+        "complex128",
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "float8_e4m3fnuz",
+        "float8_e5m2fnuz",
+        "float8_e8m0fnu",
+        "float4_e2m1fn_x2",
+    ]
     if hasattr(torch, name)
 )
 
@@ -41,7 +61,7 @@ def all_gather(
         return pair(collective, x, dim, tuple(shape[dim] for shape in shapes))
     numels = tuple(transport._numel(shape) for shape in shapes)
     flat = pair(collective, x.reshape(-1), 0, numels)
-    return [piece.reshape(shape) for piece, shape in zip(_pieces(flat, numels), shapes)]
+    return [piece.reshape(shape) for piece, shape in zip(_pieces(flat, numels), shapes, strict=True)]
 
 
 def gather(collective: Any, x: Tensor, dst: int, dim: int | None) -> list[Tensor] | Tensor | None:
@@ -56,7 +76,7 @@ def gather(collective: Any, x: Tensor, dst: int, dim: int | None) -> list[Tensor
     received = transport.exchange(collective, flat, out, numels if here else [0] * collective.world_size)
     if not here:
         return None
-    pieces = [piece.reshape(shape).to(x.device) for piece, shape in zip(_pieces(received, numels), shapes)]
+    pieces = [piece.reshape(shape).to(x.device) for piece, shape in zip(_pieces(received, numels), shapes, strict=True)]
     return pieces if dim is None else torch.cat(pieces, dim)
 
 
@@ -72,25 +92,31 @@ def exchange_shapes(collective: Any, x: Tensor) -> list[tuple[int, ...]]:
     table = transport.all_gather(collective, torch.tensor(header, dtype=torch.int64)).tolist()
     dtypes = [_DTYPES[row[0]] for row in table]
     if len(set(dtypes)) > 1:
-        raise CollectiveMismatchError(f"ragged gather: the ranks' dtypes differ: {_by_rank(dtypes)}. Convert them first.")
+        raise CollectiveMismatchError(
+            f"ragged gather: the ranks' dtypes differ: {_by_rank(dtypes)}. Convert them first."
+        )
     shapes = [tuple(row[2 : 2 + row[1]]) for row in table]
     if len({len(shape) for shape in shapes}) > 1:
         raise CollectiveMismatchError(
-            f"ragged gather: the ranks' tensors have different numbers of dims: {_by_rank(shapes)}. Lengths may differ, the "
+            f"ragged gather: the ranks' tensors have different numbers of dims: {_by_rank(shapes)}. Lengths may "
+            f"differ, the "
             "number of dims may not; reshape them, or gather objects."
         )
     return shapes
 
 
-def check_own_sizes(collective: CollectiveBase, tree: Tree, dims: Sequence[int | None], sizes: tuple[int, ...]) -> None:
+def check_own_sizes(
+    collective: CollectiveBase, tree: Tree, dims: Sequence[tuple[int | None]], sizes: tuple[int, ...]
+) -> None:
     """``sizes`` must say the truth about this rank's tensors."""
-    for leaf, path, dim in zip(tree.leaves, tree.paths, dims):
+    for (leaf, path), (dim,) in zip(tree.named(), dims, strict=True):
         along = dim or 0
         if leaf.ndim == 0:
             raise ValueError(f"all_gather(sizes=...): {path} has no dims.")
         if leaf.shape[along] != sizes[collective.rank]:
             raise ValueError(
-                f"all_gather: sizes {list(sizes)} say that rank {collective.rank} has {sizes[collective.rank]} entries along dim "
+                f"all_gather: sizes {list(sizes)} say that rank {collective.rank} has {sizes[collective.rank]} "
+                f"entries along dim "
                 f"{along}, but {path} has shape {list(leaf.shape)}."
             )
 
@@ -111,7 +137,8 @@ def verify_exchange(details: Sequence[str]) -> str | None:
                 if same_dim and out[target] != expected:
                     return f"rank {source} sends {out[target]} entries to rank {target}, which expects {expected}"
                 if not same_dim and (out != ranks[target][index][1] or cuts[index][2] != ranks[target][index][2]):
-                    return f"ranks {source} and {target} give different sizes: {cuts[index][1:]} and {ranks[target][index][1:]}"
+                    theirs = ranks[target][index][1:]
+                    return f"ranks {source} and {target} give different sizes: {cuts[index][1:]} and {theirs}"
     return None
 
 
@@ -129,7 +156,8 @@ def _refuse_other_dims(shapes: Sequence[tuple[int, ...]], dim: int) -> None:
     others = {shape[:dim] + shape[dim + 1 :] for shape in shapes}
     if len(others) > 1:
         raise CollectiveMismatchError(
-            f"ragged gather along dim {dim}: the shapes differ in other dims too: {_by_rank(shapes)}. Use dim=None for the list "
+            f"ragged gather along dim {dim}: the shapes differ in other dims too: {_by_rank(shapes)}. Use dim=None "
+            f"for the list "
             "of exact pieces."
         )
 
