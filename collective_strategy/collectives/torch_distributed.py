@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import HashStore, PrefixStore, Store
+from torch.distributed import PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from collective_strategy.collectives.capabilities import PRIMITIVES, Capabilities
@@ -129,11 +129,6 @@ class TorchDistributedCollective(Collective):
         if dist.is_initialized():
             return self._adopt(environment)
         backend = self._backend()
-        if backend == "fake":
-            store: Store = HashStore()
-            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size)
-            self._owns_world = True
-            return None
         store = join(environment, self.timeout, f"backend={backend}, {settings}")
         device: dict[str, Any] = (
             {"device_id": self.device} if self.device.type == "cuda" and self.device.index is not None else {}

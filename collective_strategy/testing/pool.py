@@ -144,9 +144,10 @@ class Worker:
 
 
 class Pool:
-    """One worker per rank."""
+    """One worker per rank, and the port at which they meet."""
 
     def __init__(self, spawner: Spawner, size: int) -> None:
+        self.port = _free_port()
         self.workers: list[Worker] = []
         try:
             for rank in range(size):
@@ -168,3 +169,10 @@ class Pool:
 
 def _modules_to_preload() -> tuple[str, ...]:
     return (*PRELOAD, *(name for name in PRELOAD_IF_LOADED if name in sys.modules))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -7,7 +7,6 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import sys
 import threading
 import time
@@ -141,9 +140,8 @@ class _Run:
         return outcomes
 
     def _send_calls(self) -> None:
-        port = _free_port()
         for worker in self.pool.workers:
-            place = Place(worker.rank, self.n, port)
+            place = Place(worker.rank, self.n, self.pool.port)
             environment = worker_environment({**_launcher_variables(place), **self.env}.items())
             worker.connection.send(Call(place, self.work, environment, os.getcwd(), list(sys.path)))
 
@@ -284,10 +282,3 @@ def _launcher_variables(place: Place) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(place.port),
     }
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
