@@ -1,0 +1,66 @@
+"""The strategy for the package ``pytorch_lightning`` (``import pytorch_lightning``)."""
+
+from pytorch_lightning import Callback, LightningDataModule, LightningModule
+from pytorch_lightning.plugins.io import TorchCheckpointIO
+from lightning_fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
+from pytorch_lightning.strategies import ParallelStrategy
+from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+
+from collective_strategy.strategies.callback import StrategyCallbackBehaviour
+from collective_strategy.strategies.checkpoints import AtomicCheckpointBehaviour
+from collective_strategy.strategies.environments import (
+    LaunchedEnvironmentBehaviour,
+    ScriptEnvironmentBehaviour,
+    SlurmEnvironmentBehaviour,
+)
+from collective_strategy.strategies.launchers import ProcessLauncherBehaviour, ScriptLauncherBehaviour
+from collective_strategy.strategies.module import CollectiveModule, install
+from collective_strategy.strategies.names import LightningNames
+from collective_strategy.strategies.registration import register
+from collective_strategy.strategies.strategy import CollectiveStrategyBehaviour
+
+NAMES = LightningNames.load("pytorch_lightning", "lightning_fabric")
+
+
+class LaunchedEnvironment(LaunchedEnvironmentBehaviour, LightningEnvironment):
+    __doc__ = LaunchedEnvironmentBehaviour.__doc__
+
+
+class ScriptEnvironment(ScriptEnvironmentBehaviour, LightningEnvironment):
+    __doc__ = ScriptEnvironmentBehaviour.__doc__
+
+
+class SlurmEnvironment(SlurmEnvironmentBehaviour, SLURMEnvironment):
+    __doc__ = SlurmEnvironmentBehaviour.__doc__
+
+
+class ScriptLauncher(ScriptLauncherBehaviour, _SubprocessScriptLauncher):
+    __doc__ = ScriptLauncherBehaviour.__doc__
+    names = NAMES
+
+
+class ProcessLauncher(ProcessLauncherBehaviour, _MultiProcessingLauncher):
+    __doc__ = ProcessLauncherBehaviour.__doc__
+
+
+class AtomicCheckpointIO(AtomicCheckpointBehaviour, TorchCheckpointIO):
+    __doc__ = AtomicCheckpointBehaviour.__doc__
+
+
+class StrategyCallback(StrategyCallbackBehaviour, Callback):
+    __doc__ = StrategyCallbackBehaviour.__doc__
+
+
+class CollectiveStrategy(CollectiveStrategyBehaviour, ParallelStrategy):
+    __doc__ = CollectiveStrategyBehaviour.__doc__
+    names = NAMES
+    launcher_classes = (ScriptLauncher, ProcessLauncher)
+    environment_classes = (LaunchedEnvironment, ScriptEnvironment, SlurmEnvironment)
+    checkpoint_io_class = AtomicCheckpointIO
+    callback_class = StrategyCallback
+
+
+register(NAMES.StrategyRegistry, CollectiveStrategy)
+install(LightningModule, LightningDataModule)
+
+__all__ = ["CollectiveModule", "CollectiveStrategy"]

@@ -1,0 +1,379 @@
+"""The strategy's behaviour, written once for both Lightning packages."""
+
+import atexit
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from collective_strategy.collectives.checks import CheckMode
+from collective_strategy.collectives.collective import Collective
+from collective_strategy.collectives.layout import NO_DEFAULT
+from collective_strategy.collectives.registry import collective_class
+from collective_strategy.gradients.fingerprint import agree, buffer_entries, parameter_entries
+from collective_strategy.gradients.reducer import GradientReducer
+from collective_strategy.strategies.communication import CommunicationBehaviour
+from collective_strategy.strategies.dataloaders import DataloaderPreparation
+from collective_strategy.strategies.environments import early_slurm_environment, launch_environment, launched_by_variables
+from collective_strategy.strategies.metrics import MetricConnection
+from collective_strategy.strategies.module import warn_if_taken
+from collective_strategy.strategies.state_sync import broadcast_tensors, module_tensors
+
+log = logging.getLogger("collective_strategy")
+
+
+class CollectiveStrategyBehaviour(CommunicationBehaviour):
+    """Data-parallel training over a :class:`Collective`, which modules reach as ``self.collective``.
+
+    Cheap to construct and picklable; nothing is opened before ``setup_environment``. There is no wrapper around the
+    module. Weights are those of the first data rank at set-up, gradients are averaged over the data axis after every
+    backward, buffers are those of the first data rank at the start of validation and in checkpoints.
+
+    Args:
+        collective: the backend's name (``"torch"``, ``"single"``, or one that was registered), ``"auto"`` (torch), or
+            a :class:`Collective`, which then has all of the following settings itself.
+        mesh, unions, data_axis: the layout of the ranks, see :class:`Collective`.
+        timeout: seconds or timedelta for set-up and every operation; 30 minutes if not given.
+        check: compare the ranks' calls before data moves; ``"auto"`` means on up to 16 ranks.
+        start_method: how ``Trainer(devices=n)`` starts the processes when no launcher did: the script again
+            (``"popen"``), or ``"spawn"``, ``"fork"``, ``"forkserver"`` for notebooks.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in any strategy.
+        **backend_options: for the backend's constructor, e.g. ``backend="gloo"``.
+
+    Example::
+
+        Trainer(devices=2, strategy=CollectiveStrategy(timeout=60))
+        Trainer(devices=2, strategy="collective")
+    """
+
+    strategy_name: ClassVar[str] = "collective"
+    launcher_classes: ClassVar[tuple[Any, Any]]
+    environment_classes: ClassVar[tuple[Any, Any, Any]]
+    checkpoint_io_class: ClassVar[Any]
+    callback_class: ClassVar[Any]
+
+    def __init__(
+        self,
+        collective: str | Collective = "auto",
+        *,
+        mesh: Mapping[str, int] | None = None,
+        unions: Mapping[str, Sequence[str]] | None = None,
+        data_axis: str | None = NO_DEFAULT,
+        timeout: timedelta | float | None = None,
+        check: CheckMode = "auto",
+        start_method: str = "popen",
+        accelerator: Any | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any | None = None,
+        checkpoint_io: Any | None = None,
+        precision_plugin: Any | None = None,
+        **backend_options: Any,
+    ) -> None:
+        settings: dict[str, Any] = {
+            "mesh": mesh,
+            "unions": unions,
+            "data_axis": data_axis,
+            "timeout": timeout,
+            "check": check,
+        }
+        self.collective = _make_collective(collective, settings, backend_options)
+        if start_method not in ("popen", "spawn", "fork", "forkserver"):
+            raise ValueError(f"start_method={start_method!r} is none of 'popen', 'spawn', 'fork', 'forkserver'.")
+        self._start_method = start_method
+        self._num_nodes = 1
+        self._reducer: GradientReducer | None = None
+        self._metrics: MetricConnection | None = None
+        self._preparation: DataloaderPreparation | None = None
+        self._opened_here = False
+        self._cluster_environment: Any | None = None
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+
+    # -- what Lightning asks at construction -----------------------------------------------------------------------
+
+    @property
+    def is_distributed(self) -> bool:
+        """Without it Lightning silently drops sync_dist and the distributed sampler."""
+        return True
+
+    @property
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_nodes(self) -> int:
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Place on the data axis: ranks of one model group get the same batches."""
+        if not self.collective.is_set_up:
+            return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
+        data = self.collective.data
+        return {"num_replicas": data.world_size, "rank": data.rank}
+
+    @property  # type: ignore[override]
+    def cluster_environment(self) -> Any | None:
+        if self._cluster_environment is None:
+            self._cluster_environment = early_slurm_environment(self.environment_classes[2])
+        return self._cluster_environment
+
+    @cluster_environment.setter
+    def cluster_environment(self, environment: Any | None) -> None:
+        """Replaces Lightning's guess by the standard variables where a launcher set them; a user's own class stays."""
+        launched, script, slurm = self.environment_classes
+        names = self.names
+        guessed = (names.LightningEnvironment, names.TorchElasticEnvironment, names.SLURMEnvironment)
+        if type(environment) in guessed:
+            if launched_by_variables():
+                environment = launched()
+            elif type(environment) is names.SLURMEnvironment:
+                environment = slurm(environment.auto_requeue, environment.requeue_signal)
+            elif type(environment) is names.LightningEnvironment:
+                environment = script()
+        self._cluster_environment = environment
+
+    @property
+    def checkpoint_io(self) -> Any:
+        if self._checkpoint_io is None:
+            self._checkpoint_io = self.checkpoint_io_class()
+        elif isinstance(self._checkpoint_io, self.names.WrappingCheckpointIO):
+            self._checkpoint_io.checkpoint_io = self.checkpoint_io_class()
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: Any) -> None:
+        self._checkpoint_io = io
+
+    def set_world_ranks(self) -> None:
+        cluster = self.cluster_environment
+        if cluster is not None:
+            cluster.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            cluster.set_world_size(self.num_nodes * self.num_processes)
+        for module in self.names.rank_zero_modules:
+            module.rank = self.global_rank
+
+    def _configure_launcher(self) -> None:
+        cluster = self.cluster_environment
+        assert cluster is not None
+        cluster.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if self.collective.backend_name == "single" and self.num_processes * self.num_nodes > 1:
+            raise ValueError(
+                f"CollectiveStrategy('single') is the one-process collective, but the Trainer has devices={self.num_processes}"
+                f" and num_nodes={self.num_nodes}. Each process would train alone: set devices=1, or use 'torch'."
+            )
+        script_launcher, process_launcher = self.launcher_classes
+        if self._start_method == "popen" or cluster.creates_processes_externally:
+            self._launcher = script_launcher(cluster, self.num_processes, self.num_nodes)
+        else:
+            self._launcher = process_launcher(self, start_method=self._start_method)
+
+    # -- set-up ----------------------------------------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        """Opens the collective, so that the module's ``setup`` and ``configure_model`` can use it."""
+        self._stopped, self._told = None, False
+        super().setup_environment()
+        # as DDP does: every rank starts from the same random numbers
+        self.names.reset_seed()
+        self.set_world_ranks()
+        if not self.collective.is_set_up:
+            place = launch_environment(self.cluster_environment, self.num_processes)
+            self.collective.setup(place, device=self.root_device)
+            self._opened_here = True
+            atexit.register(self.collective.teardown)
+        module = self.lightning_module
+        trainer = module._trainer if module is not None else None
+        if trainer is not None:
+            self._attach(trainer)
+
+    def _attach(self, trainer: Any) -> None:
+        trainer.callbacks[:] = [c for c in trainer.callbacks if not isinstance(c, self.callback_class)]
+        trainer.callbacks.insert(0, self.callback_class(self))
+        self._preparation = DataloaderPreparation(self.names, trainer, self.collective.data)
+        trainer._data_connector._prepare_dataloader = self._preparation
+        for user in (trainer.lightning_module, trainer.datamodule):
+            if user is not None:
+                warn_if_taken(user)
+
+    def setup(self, trainer: Any) -> None:
+        assert self.accelerator is not None and self.model is not None
+        self.accelerator.setup(trainer)
+        fitting = trainer.state.fn == self.names.TrainerFn.FITTING
+        if fitting:
+            self.model = self._synchronise_layers(self.model)
+        self.model = self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        self.model = self._setup_model(self.model)
+        data = self.collective.data
+        # the ranks compare their models before anything of them is sent
+        if fitting:
+            self._reducer = GradientReducer(self.model, data)
+        else:
+            agree(data, parameter_entries(self.model))
+        agree(data, buffer_entries(self.model), "buffer")
+        broadcast_tensors(data, module_tensors(self.model))
+        if fitting:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if fitting:
+            self.names.optimizers_to_device(self.optimizers, self.root_device)
+        self._metrics = MetricConnection(self.model, data)
+
+    def model_to_device(self) -> None:
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    def _synchronise_layers(self, model: nn.Module) -> nn.Module:
+        """Applies ``Trainer(sync_batchnorm=True)``, or says why it cannot be."""
+        synchronised = [m for m in model.modules() if isinstance(m, nn.SyncBatchNorm)]
+        norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        wanted = bool(synchronised) or (self._layer_sync is not None and bool(norms))
+        if not wanted:
+            return model
+        refusal = None
+        if self.root_device.type == "cpu":
+            refusal = "torch.nn.SyncBatchNorm does not run on CPU"
+        elif self.collective.backend_name != "torch":
+            refusal = f"torch.nn.SyncBatchNorm does not work with the backend {self.collective.backend_name!r}"
+        elif self.collective.data.world_size != self.collective.world_size:
+            refusal = "torch.nn.SyncBatchNorm would average over the model axis too"
+        if refusal is not None:
+            raise self.names.MisconfigurationException(
+                f"Synchronised batch norm is not possible here: {refusal} (device {self.root_device}). Set"
+                " sync_batchnorm=False and use plain BatchNorm, or a norm without batch statistics such as GroupNorm."
+            )
+        return model if self._layer_sync is None else self._layer_sync.apply(model)
+
+    # -- training --------------------------------------------------------------------------------------------------
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Backward, then the reduction, then the precision plugin's end, so that hooks see reduced gradients."""
+        assert self.lightning_module is not None
+        self.pre_backward(closure_loss)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
+        with self._reducer.backward() if self._reducer is not None else nullcontext():
+            self.precision_plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
+        closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Backwards inside keep their gradients local until the next backward outside."""
+        with self._reducer.no_sync() if self._reducer is not None else nullcontext():
+            yield
+
+    def reduce_gradients(self) -> None:
+        """Averages now what is not averaged yet: the way out for a module that calls ``loss.backward()`` itself.
+
+        Called by every rank, between the backward and the optimizer's step.
+        """
+        if self._reducer is None:
+            raise RuntimeError("reduce_gradients() works during trainer.fit only; no gradients are looked after now.")
+        self._reducer.reduce_gradients()
+
+    def announce_epoch(self, trainer: Any) -> None:
+        loader = trainer.fit_loop._combined_loader
+        if self._preparation is not None and loader is not None:
+            for dataloader in loader.flattened:
+                self._preparation.announce_epoch(dataloader, trainer.fit_loop.epoch_progress.current.processed)
+
+    # -- buffers and checkpoints -----------------------------------------------------------------------------------
+
+    def sync_buffers(self, occasion: str) -> None:
+        """Gives all data ranks the buffers of the first. Called by every rank; ``occasion`` appears in errors."""
+        module = self.lightning_module
+        buffers = [] if module is None else list(module.buffers())
+        if buffers and self._can_communicate(f"synchronising buffers at {occasion}"):
+            if self.collective.data.world_size > 1:
+                # a rank that is missing here is named, which the broadcast itself could not do
+                self.collective.data.barrier(f"buffers at {occasion}")
+                broadcast_tensors(self.collective.data, buffers)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self.sync_buffers("the checkpoint")
+        return super().lightning_module_state_dict()
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Leaves the collective; the other ranks notice when this process lets go of its connections."""
+        if self._stopped is not None and self._stopped.startswith("rank"):
+            return
+        reason = f"rank {self.global_rank} raised {type(exception).__name__}: {exception}"
+        self.stop_communicating(reason)
+        self._stopped = reason
+        if self.world_size > 1:
+            # before the others fail in turn, so that the cause is the first thing to read
+            print(f"collective_strategy: {reason}", file=sys.stderr, flush=True)
+        if hasattr(self._launcher, "failed"):
+            self._launcher.failed = True
+
+    def teardown(self) -> None:
+        """Takes everything back; communicates nothing, works half set up.
+
+        With several ranks the connection stays open for the next run of this process, and for what a script does
+        after fit; it is closed after an error and when the process ends.
+        """
+        if self._reducer is not None:
+            self._reducer.close()
+            self._reducer = None
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = None
+        module = self.lightning_module
+        trainer = module.__dict__.get("_trainer") if module is not None else None
+        if trainer is not None:
+            trainer._data_connector.__dict__.pop("_prepare_dataloader", None)
+            if trainer.state.fn == self.names.TrainerFn.FITTING and self._layer_sync and self.model is not None:
+                self.model = self._layer_sync.revert(self.model)
+        self._preparation = None
+        interrupted = self._stopped is not None or self.collective.broken is not None
+        if self._opened_here and (interrupted or self.collective.world_size == 1):
+            self.collective.teardown()
+            atexit.unregister(self.collective.teardown)
+            self._opened_here = False
+        super().teardown()
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        return state | {"_reducer": None, "_metrics": None, "_preparation": None, "_opened_here": False}
+
+
+def _make_collective(
+    collective: str | Collective, settings: dict[str, Any], backend_options: dict[str, Any]
+) -> Collective:
+    if isinstance(collective, Collective):
+        defaults = {"mesh": None, "unions": None, "data_axis": NO_DEFAULT, "timeout": None, "check": "auto"}
+        given = [name for name, value in settings.items() if value != defaults[name]] + list(backend_options)
+        if given:
+            raise ValueError(
+                f"CollectiveStrategy got a {type(collective).__name__} and also {', '.join(given)}. Give these to the"
+                " collective's constructor."
+            )
+        return collective
+    if not isinstance(collective, str):
+        raise TypeError(f"collective must be a backend's name or a Collective, got {collective!r}.")
+    make: Callable[..., Collective] = collective_class("torch" if collective == "auto" else collective)
+    return make(**settings, **backend_options)
