@@ -134,7 +134,7 @@ class TorchDistributedCollective(Collective):
             {"device_id": self.device} if self.device.type == "cuda" and self.device.index is not None else {}
         )
         try:
-            with self._interface():
+            with self._gloo_settings():
                 dist.init_process_group(
                     backend, store=PrefixStore("group", store), rank=self.rank, world_size=self.world_size,
                     timeout=self.timeout, **device,
@@ -173,7 +173,7 @@ class TorchDistributedCollective(Collective):
 
     def _new_group(self, ranks: tuple[int, ...], partition: Partition) -> Any:
         backend = self._backend()
-        with self._interface():
+        with self._gloo_settings():
             if backend == "mpi":  # it cannot make a group by its members only
                 groups = {
                     members: dist.new_group(list(members), timeout=self.timeout) for members in partition.groups()
@@ -182,17 +182,22 @@ class TorchDistributedCollective(Collective):
             return dist.new_group(list(ranks), timeout=self.timeout, backend=backend, use_local_synchronization=True)
 
     @contextlib.contextmanager
-    def _interface(self) -> Iterator[None]:
-        """Lets gloo use the loopback interface where all processes meet there: a host name may not resolve."""
-        name = "GLOO_SOCKET_IFNAME"
-        if not self._loopback or name in os.environ or not sys.platform.startswith(("linux", "darwin")):
-            yield
-            return
-        os.environ[name] = "lo" if sys.platform.startswith("linux") else "lo0"
+    def _gloo_settings(self) -> Iterator[None]:
+        """Lets gloo connect to a peer on first use, and use the loopback interface where all processes meet there.
+
+        Otherwise each rank of a new group looks up every other one in the store, so that set-up grows with the number
+        of ranks; and gloo resolves the host's name, which on many machines fails. The user's own settings win.
+        """
+        wanted = {"TORCH_GLOO_LAZY_INIT": "1"}
+        if self._loopback and sys.platform.startswith(("linux", "darwin")):
+            wanted["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform.startswith("linux") else "lo0"
+        wanted = {name: value for name, value in wanted.items() if name not in os.environ}
+        os.environ.update(wanted)
         try:
             yield
         finally:
-            os.environ.pop(name, None)
+            for name in wanted:
+                os.environ.pop(name, None)
 
     # -- primitives ----------------------------------------------------------------------------------------------------
 
