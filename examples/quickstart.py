@@ -19,7 +19,7 @@ from sklearn.neighbors import KNeighborsClassifier
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from collective_strategy import CollectiveModule
+from collective_strategy import CollectiveModule, CollectiveStrategy
 
 TRAINING_SAMPLES = 1280  # of 1797; the others are held out
 BATCH_SIZE = 256  # over all processes
@@ -31,7 +31,9 @@ class DigitMap(CollectiveModule, L.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 2, bias=False))
+        self.layers = nn.Sequential(
+            nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 2, bias=False)
+        )
         self.double()
 
     def forward(self, images: Tensor) -> Tensor:
@@ -130,7 +132,7 @@ def main() -> None:
     trainer = L.Trainer(
         devices=arguments.devices,
         accelerator="cpu",
-        strategy="collective",
+        strategy=CollectiveStrategy(),
         max_epochs=arguments.epochs,
         logger=False,
         enable_checkpointing=False,

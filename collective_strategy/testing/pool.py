@@ -25,9 +25,15 @@ PRELOAD_IF_LOADED = ("numpy", "lightning", "pytorch_lightning")
 
 
 def worker_environment(extra: Iterable[tuple[str, str]] = ()) -> dict[str, str]:
-    """This process's environment, with what ranks on one machine need: one thread each, the loopback interface."""
-    loopback = "lo" if sys.platform == "linux" else "lo0"
-    return {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback, **os.environ, **dict(extra)}
+    """This process's environment, with what ranks on one machine need, unless it says otherwise itself."""
+    defaults = {
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
+        # torch looks up the name of every address that it connects to, the loopback address too; where no name server
+        # answers, that takes 5 s each time.
+        "RES_OPTIONS": "timeout:1",
+    }
+    return {**defaults, **os.environ, **dict(extra)}
 
 
 class Spawner:
