@@ -69,7 +69,7 @@ def train_in_one_process(module: DigitMap, data: TensorDataset, epochs: int) -> 
     """The same training without any collective: the joined batches in an ordinary PyTorch loop."""
     optimizer = module.configure_optimizers()
     # The order in which the Trainer deals the samples out to the processes, here dealt to one.
-    sampler = DistributedSampler(data, num_replicas=1, rank=0, seed=0)
+    sampler: DistributedSampler = DistributedSampler(data, num_replicas=1, rank=0, seed=0)
     for epoch in range(epochs):
         sampler.set_epoch(epoch)
         for images, labels in DataLoader(data, batch_size=BATCH_SIZE, sampler=sampler):
