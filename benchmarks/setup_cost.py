@@ -1,6 +1,6 @@
 """Store operations that each rank makes while a collective with a mesh is set up, by number of ranks.
 
-    python benchmarks/setup_cost.py            # 4, 8 and 16 gloo processes, and torch's fake process group at 16,384 ranks
+    python benchmarks/setup_cost.py     # 4, 8 and 16 gloo processes, torch's fake process group at 16,384 ranks
 
 Counted on the client: every call that reaches the store, ours and those of torch's own groups.
 """
@@ -128,7 +128,9 @@ def main() -> None:
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
         arguments = [sys.executable, "-W", "ignore", __file__, "rank"]
         processes = [
-            subprocess.Popen([*arguments, str(rank), str(world_size), str(port)], stdout=subprocess.PIPE, env=environment)
+            subprocess.Popen(
+                [*arguments, str(rank), str(world_size), str(port)], stdout=subprocess.PIPE, env=environment
+            )
             for rank in range(world_size)
         ]
         lines = [process.communicate(timeout=300)[0].decode() for process in processes]

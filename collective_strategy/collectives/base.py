@@ -337,7 +337,7 @@ class CollectiveBase(ABC):
         root = self._root
         if root._monitor is None:
             root._monitor = Monitor(self.timeout)
-        self._watch.monitor_channel = self._channel.clone()
+        self._watch.monitor_channel = self._channel.for_monitor()
         root._monitor.add(self._watch)
 
     # -- the way of one call -------------------------------------------------------------------------------------------

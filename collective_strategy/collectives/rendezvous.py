@@ -9,6 +9,7 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from collective_strategy.collectives.environment import LaunchEnvironment
 from collective_strategy.collectives.errors import RendezvousError
+from collective_strategy.collectives.side_channel import second_connection
 
 
 class _ProcessStores:
@@ -19,22 +20,23 @@ class _ProcessStores:
     """
 
     def __init__(self) -> None:
-        self._stores: dict[tuple[int, str, int], Store] = {}
+        self._stores: dict[tuple[int, str, int], tuple[Store, Store | None]] = {}
         self._generations: dict[tuple[int, str, int], int] = {}
 
-    def open(self, environment: LaunchEnvironment, timeout: timedelta) -> tuple[Store, int]:
-        """The store and how often it was opened before."""
+    def open(self, environment: LaunchEnvironment, timeout: timedelta) -> tuple[Store, Store | None, int]:
+        """The store, a second connection to it, and how often it was opened before."""
         key = (os.getpid(), environment.master_addr, environment.master_port)
         if key not in self._stores:
-            self._stores[key] = _connect(environment, timeout)
+            store = _connect(environment, timeout)
+            self._stores[key] = store, second_connection(store)
         self._generations[key] = self._generations.get(key, -1) + 1
-        return self._stores[key], self._generations[key]
+        return *self._stores[key], self._generations[key]
 
 
 _stores = _ProcessStores()
 
 
-def join(environment: LaunchEnvironment, timeout: timedelta, settings: str) -> Store:
+def join(environment: LaunchEnvironment, timeout: timedelta, settings: str) -> tuple[Store, Store | None]:
     """Meets the other processes. Each makes the same few store operations, however many processes there are.
 
     Args:
@@ -43,14 +45,15 @@ def join(environment: LaunchEnvironment, timeout: timedelta, settings: str) -> S
         settings: Must be equal on all ranks.
 
     Returns:
-        A store of this generation of this job alone.
+        Two connections to a store of this generation of this job alone; the second may be None.
 
     Raises:
         RendezvousError: a rank is missing or doubled, the port is taken, or the settings differ.
     """
-    base, generation = _stores.open(environment, timeout)
+    base, second, generation = _stores.open(environment, timeout)
     job = environment.job_id or "job"
-    store = PrefixStore(f"collective_strategy/{job}/{environment.attempt}/{generation}", base)
+    prefix = f"collective_strategy/{job}/{environment.attempt}/{generation}"
+    store = PrefixStore(prefix, base)
     rank, world_size = environment.rank, environment.world_size
     where = f"{environment.master_addr}:{environment.master_port}"
     try:
@@ -72,7 +75,7 @@ def join(environment: LaunchEnvironment, timeout: timedelta, settings: str) -> S
         raise RendezvousError(_doubled(int(detail), world_size, where))
     if outcome == "settings":
         raise RendezvousError(f"the ranks were set up differently: {detail}. Give all ranks the same arguments.")
-    return store
+    return store, None if second is None else PrefixStore(prefix, second)
 
 
 def _connect(environment: LaunchEnvironment, timeout: timedelta) -> Store:

@@ -11,22 +11,23 @@ from torch.distributed import PrefixStore, Store
 class SideChannel:
     """A `torch.distributed.Store` under a prefix.
 
-    One client connection serves one thread: a blocking wait holds it. `clone` opens another.
+    Args:
+        store: The connection of the calling thread. A blocking wait holds it.
+        twin: A second connection to the same store, for the monitor thread; None if there is no other.
+        prefix: Put before every key.
     """
 
-    def __init__(self, store: Store, prefix: str = "") -> None:
+    def __init__(self, store: Store, twin: Store | None = None, prefix: str = "") -> None:
         self._store = PrefixStore(prefix, store) if prefix else store
+        self._twin = PrefixStore(prefix, twin) if prefix and twin is not None else twin
 
     def scoped(self, prefix: str) -> SideChannel:
-        """The same connection under a longer prefix."""
-        return SideChannel(self._store, prefix)
+        """The same connections under a longer prefix."""
+        return SideChannel(self._store, self._twin, prefix)
 
-    def clone(self) -> SideChannel | None:
-        """The same keys over a connection of its own; None where the store cannot be cloned."""
-        try:
-            return SideChannel(self._store.clone())  # type: ignore[attr-defined]
-        except (AttributeError, RuntimeError, NotImplementedError):
-            return None
+    def for_monitor(self) -> SideChannel | None:
+        """The same keys over the second connection."""
+        return None if self._twin is None else SideChannel(self._twin)
 
     def set(self, key: str, value: str) -> None:
         """Writes a value."""
@@ -52,3 +53,15 @@ class SideChannel:
     def delete(self, key: str) -> None:
         """Removes a key."""
         self._store.delete_key(key)
+
+
+def second_connection(store: Store) -> Store | None:
+    """Another client of the same store, None where the store has no such thing.
+
+    Opening one costs a reverse name look-up in torch, so one is made per process and store.
+    """
+    try:
+        clone: Store = store.clone()  # type: ignore[attr-defined]
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return None
+    return clone

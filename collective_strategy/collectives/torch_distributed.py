@@ -23,7 +23,7 @@ from collective_strategy.collectives.handles import Handle
 from collective_strategy.collectives.layout import Partition
 from collective_strategy.collectives.operations import ReduceOp
 from collective_strategy.collectives.rendezvous import join
-from collective_strategy.collectives.side_channel import SideChannel
+from collective_strategy.collectives.side_channel import SideChannel, second_connection
 
 _OPS = {
     ReduceOp.SUM: dist.ReduceOp.SUM,
@@ -129,7 +129,7 @@ class TorchDistributedCollective(Collective):
         if dist.is_initialized():
             return self._adopt(environment)
         backend = self._backend()
-        store = join(environment, self.timeout, f"backend={backend}, {settings}")
+        store, second = join(environment, self.timeout, f"backend={backend}, {settings}")
         device: dict[str, Any] = (
             {"device_id": self.device} if self.device.type == "cuda" and self.device.index is not None else {}
         )
@@ -148,7 +148,7 @@ class TorchDistributedCollective(Collective):
             ) from error
         self._owns_world = True
         atexit.register(_destroy_at_exit)
-        return SideChannel(store, "side")
+        return SideChannel(store, second, "side")
 
     def _adopt(self, environment: LaunchEnvironment) -> SideChannel | None:
         rank, size = dist.get_rank(), dist.get_world_size()
@@ -164,7 +164,11 @@ class TorchDistributedCollective(Collective):
             self.process_group_backend = dist.get_backend()
         store = dist.distributed_c10d._get_default_store()
         generation = _next_generation(store, self.world_size)
-        return None if generation is None else SideChannel(store, f"collective_strategy/adopted/{generation}")
+        return (
+            None
+            if generation is None
+            else SideChannel(store, second_connection(store), f"collective_strategy/adopted/{generation}")
+        )
 
     def _close(self) -> None:
         if self._owns_world and dist.is_initialized():
@@ -183,12 +187,13 @@ class TorchDistributedCollective(Collective):
 
     @contextlib.contextmanager
     def _gloo_settings(self) -> Iterator[None]:
-        """Lets gloo connect to a peer on first use, and use the loopback interface where all processes meet there.
+        """Lets gloo read all addresses in one store operation, and use loopback where all processes meet there.
 
-        Otherwise each rank of a new group looks up every other one in the store, so that set-up grows with the number
-        of ranks; and gloo resolves the host's name, which on many machines fails. The user's own settings win.
+        Otherwise each rank of a new group asks the store for every other one, so that set-up grows with the number of
+        ranks; and gloo resolves the host's name, which on many machines fails. The user's own settings win.
+        TORCH_GLOO_LAZY_INIT would do the first too, but a first contact then takes up to five time-outs to fail.
         """
-        wanted = {"TORCH_GLOO_LAZY_INIT": "1"}
+        wanted = {"GLOO_ENABLE_STORE_V2_API": "1"}
         if self._loopback and sys.platform.startswith(("linux", "darwin")):
             wanted["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform.startswith("linux") else "lo0"
         wanted = {name: value for name, value in wanted.items() if name not in os.environ}
