@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from collective_strategy.strategies import CollectiveModule as CollectiveModule
     from collective_strategy.strategies import CollectiveStrategy as CollectiveStrategy
 
-# Loaded on first use, so that collectives work without Lightning and no backend's library is imported early.
+# Loaded on first use, so that collectives work without Lightning.
 _PLACES = {
     "Collective": "collective_strategy.collectives",
     "SingleProcessCollective": "collective_strategy.collectives",
@@ -38,3 +39,8 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+# Trainer(strategy="collective") needs the names in Lightning's registry, whichever of the two is imported first.
+if find_spec("lightning") is not None:
+    import_module("collective_strategy.strategies.lightning_package")
