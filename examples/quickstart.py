@@ -19,7 +19,7 @@ from sklearn.neighbors import KNeighborsClassifier
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from collective_strategy import CollectiveModule, CollectiveStrategy
+from collective_strategy import CollectiveModule
 
 TRAINING_SAMPLES = 1280  # of 1797; the others are held out
 BATCH_SIZE = 256  # over all processes
@@ -132,7 +132,7 @@ def main() -> None:
     trainer = L.Trainer(
         devices=arguments.devices,
         accelerator="cpu",
-        strategy=CollectiveStrategy(),
+        strategy="collective",
         max_epochs=arguments.epochs,
         logger=False,
         enable_checkpointing=False,

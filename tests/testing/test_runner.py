@@ -13,6 +13,7 @@ import numpy
 import pytest
 import torch
 
+from collective_strategy.collectives import TorchDistributedCollective
 from collective_strategy.testing import (
     LeakedStateError,
     RankTimeoutError,
@@ -69,6 +70,14 @@ def test_options_reach_the_constructor():
         2, lambda c: (c["model"].world_size, c.timeout.total_seconds()), mesh={"data": -1, "model": 2}, timeout=33
     )
     assert [outcome.result() for outcome in outcomes] == [(2, 33.0)] * 2
+
+
+def test_a_backend_is_given_by_its_class_too():
+    class Renamed(TorchDistributedCollective):
+        backend_name = "renamed"
+
+    outcomes = run_ranks(2, lambda c: (c.backend_name, c.all_gather_object(c.rank)), backend=Renamed)
+    assert [outcome.result() for outcome in outcomes] == [("renamed", [0, 1])] * 2
 
 
 def test_a_closure_sees_the_values_around_it():
@@ -265,7 +274,7 @@ def test_no_process_survives_its_parent(tmp_path):
         from collective_strategy.testing import run_ranks
 
         def tell(_collective):
-            print(os.getpid(), os.getppid(), flush=True)
+            os.write(1, f"{os.getpid()} {os.getppid()}\\n".encode())  # in one piece
             time.sleep(1000)
 
         run_ranks(2, tell, backend=None)
