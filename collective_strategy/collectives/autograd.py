@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from collective_strategy.collectives import transport
 from collective_strategy.collectives.operations import ReduceOp
@@ -24,30 +25,50 @@ Differentiable = Callable[..., Tensor]
 
 
 def _pair(name: str, forward: Raw, backward: Differentiable) -> Differentiable:
-    """One autograd Function ``f(x, collective, *settings)``; ``backward(collective, gradient, *settings)``."""
+    """One autograd Function ``f(collective, x, *settings)``, given forward and backward of the same form.
+
+    Every forward here is linear in x, so the directional derivative (forward-mode AD) is the forward itself.
+    """
 
     class Function(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, x: Tensor, collective: Any, settings: tuple[Any, ...]) -> Tensor:
-            ctx.collective, ctx.settings = collective, settings
+        def forward(x: Tensor, collective: Any, settings: tuple[Any, ...]) -> Tensor:
             return forward(collective, x, *settings)
 
         @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+            _, ctx.collective, ctx.settings = inputs
+
+        @staticmethod
         def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-            collective = ctx.collective
-            collective._require_usable(f"backward of {name}")
-            with collective._named(f"backward of {name}"):
-                return backward(collective, gradients[0], *ctx.settings), None, None
+            with ctx.collective._backward_of(name):
+                return backward(ctx.collective, gradients[0], *ctx.settings), None, None
+
+        @staticmethod
+        def jvp(ctx: Any, *tangents: Any) -> Tensor:
+            return apply(ctx.collective, tangents[0], *ctx.settings)
+
+        @staticmethod
+        def vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
+            raise NotImplementedError(
+                f"{name} under torch.vmap is refused: the ranks could map over different sizes and wait for each other. "
+                "Call the collective outside vmap, on the whole batch."
+            )
 
     Function.__name__ = Function.__qualname__ = name
 
     def apply(collective: Any, x: Tensor, *settings: Any) -> Tensor:
-        if torch.is_grad_enabled() and x.requires_grad:
+        if (torch.is_grad_enabled() and x.requires_grad) or _transformed():
             result: Tensor = Function.apply(x, collective, settings)
             return result
         return forward(collective, x, *settings)
 
     return apply
+
+
+def _transformed() -> bool:
+    """Whether a functorch transform or forward-mode AD is active, which the raw operations would not see."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def _copy(collective: Any, x: Tensor) -> Tensor:

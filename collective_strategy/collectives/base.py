@@ -342,6 +342,7 @@ class CollectiveBase(ABC):
 
     # -- the way of one call -------------------------------------------------------------------------------------------
 
+    @torch.compiler.disable
     def _run(self, operation: str, plan: Callable[[], Plan]) -> Any:
         """State, arguments, comparison with the other ranks, then the operation."""
         self._require_usable(operation)
@@ -405,6 +406,13 @@ class CollectiveBase(ABC):
             yield
         finally:
             self._current = before
+
+    @contextmanager
+    def _backward_of(self, name: str) -> Iterator[None]:
+        """Names what a backward pass communicates, if the collective can still be used."""
+        self._require_usable(f"backward of {name}")
+        with self._named(f"backward of {name}"):
+            yield
 
     def _translated(self, error: Exception, text: str, waited: float) -> CollectiveError:
         where = f"{text} (call {self._calls} of {self.name!r}, rank {self.rank} of {self.world_size})"

@@ -281,13 +281,29 @@ class GradientReducer:
 
     # -- at the optimizer step -----------------------------------------------------------------------------------
 
-    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        def checked(closure: Callable[[], Any]) -> Callable[[], Any]:
+            def run() -> Any:
+                result = closure()
+                self._refuse_unreduced(optimizer)
+                return result
+
+            return run
+
+        # With a closure the backward runs inside step(): before it, local gradients of earlier micro-batches are
+        # right, so the check comes after it. `args` starts with the optimizer.
+        if kwargs.get("closure") is not None:
+            return args, kwargs | {"closure": checked(kwargs["closure"])}
+        if len(args) > 1 and callable(args[1]):
+            return (args[0], checked(args[1]), *args[2:]), kwargs
+        self._refuse_unreduced(optimizer)
+        return None
+
+    def _refuse_unreduced(self, optimizer: Optimizer) -> None:
         if not self._dirty and not self._pending:
             return
-        # a closure runs its backward inside step(): local gradients of earlier micro-batches are right before it
-        has_closure = kwargs.get("closure") is not None or any(
-            callable(argument) and not isinstance(argument, Optimizer) for argument in args
-        )
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 i = self._plan.index.get(id(parameter))
@@ -295,7 +311,7 @@ class GradientReducer:
                     continue
                 if i in self._dirty:
                     raise CollectiveError(self._dirty_message())
-                if i in self._pending and not has_closure and bool(parameter.grad.any()):
+                if i in self._pending and bool(parameter.grad.any()):
                     raise CollectiveError(
                         f"{type(optimizer).__name__}.step() would use gradients of {self._plan.names[i]} that were never"
                         f" averaged over the {self._collective.world_size} ranks: all backwards since the last reduction"
@@ -317,13 +333,12 @@ def _densified(gradient: Tensor | None) -> Tensor | None:
     return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
 
 
-def _weakly(owner: object, method: str, *bound: Any) -> Callable[..., None]:
+def _weakly(owner: object, method: str, *bound: Any) -> Callable[..., Any]:
     """A hook that neither keeps its owner alive nor fires after it is gone."""
     reference = weakref.ref(owner)
 
-    def hook(*args: Any) -> None:
+    def hook(*args: Any) -> Any:
         alive = reference()
-        if alive is not None:
-            getattr(alive, method)(*bound, *args)
+        return None if alive is None else getattr(alive, method)(*bound, *args)
 
     return hook

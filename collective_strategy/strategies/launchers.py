@@ -5,6 +5,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ else:
 
 log = logging.getLogger("collective_strategy")
 _GRACE_SECONDS = 5.0
+_LAUNCHER_PID = "COLLECTIVE_STRATEGY_LAUNCHER_PID"
 
 
 class ScriptLauncherBehaviour(_SubprocessScriptLauncher):
@@ -38,6 +40,11 @@ class ScriptLauncherBehaviour(_SubprocessScriptLauncher):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.failed = False
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any | None = None, **kwargs: Any) -> Any:
+        if int(os.environ.get(_LAUNCHER_PID, "-1")) == os.getppid():
+            threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+        return super().launch(function, *args, trainer=trainer, **kwargs)
 
     def _call_children_scripts(self) -> None:
         """Starts the other processes with all of the standard variables; Lightning leaves out RANK."""
@@ -56,7 +63,11 @@ class ScriptLauncherBehaviour(_SubprocessScriptLauncher):
             os.environ.setdefault(JOB_VARIABLE, uuid.uuid4().hex)
         for local_rank in range(1, self.num_processes):
             command, directory = self.command(local_rank)
-            environment = os.environ | {"LOCAL_RANK": str(local_rank), "RANK": str(first + local_rank)}
+            environment = os.environ | {
+                "LOCAL_RANK": str(local_rank),
+                "RANK": str(first + local_rank),
+                _LAUNCHER_PID: str(os.getpid()),
+            }
             self.procs.append(subprocess.Popen(command, env=environment, cwd=directory))
         if self.procs:
             atexit.register(self._end_children)
@@ -87,6 +98,14 @@ class ScriptLauncherBehaviour(_SubprocessScriptLauncher):
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(next(code for code in codes if code) & 0xFF or 1)
+
+
+def _end_with_parent(parent: int) -> None:
+    """Ends this launched process when the one that launched it was killed; one that ends by itself waits for us."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    print("collective_strategy: the launching process is gone; this rank ends.", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 class ProcessLauncherBehaviour(_MultiProcessingLauncher):

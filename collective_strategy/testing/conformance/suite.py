@@ -86,11 +86,12 @@ class Check:
         if len(skipped) == len(outcomes):
             raise unittest.SkipTest(str(skipped[0]))
         failures = [
-            f"rank {outcome.rank}: {error}" if isinstance(error, AssertionError) and not outcome.traceback.count("\n  File")
+            f"rank {outcome.rank}: {error}"
+            if isinstance(error, AssertionError)
             else f"rank {outcome.rank}: {type(error).__name__}: {error}\n{outcome.traceback}"
             for outcome in outcomes
             if (error := outcome.error) is not None
-        ]  # fmt: skip
+        ]
         if failures:
             raise AssertionError(f"{self} of {self.backend!r}\n" + "\n".join(failures))
 
