@@ -1,0 +1,181 @@
+"""A fit in which one rank raises "boom" at a chosen place.
+
+``raising.py PLACE RANK``: as a script, under any launcher.
+``raising.py --all OUT``: every place on every rank, each on two freshly forked processes that already imported torch.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from launching import free_port
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from toys import Values, rank, trainer
+
+from collective_strategy import Collective, CollectiveStrategy
+
+PLACES = (
+    "prepare_data",
+    "setup",
+    "configure_model",
+    "sanity_check",
+    "training_step",
+    "backward_hook",
+    "optimizer_step",
+    "validation",
+    "save",
+    "loader_worker",
+    "on_exception",
+    "teardown",
+)
+TIMEOUT = 5
+place, raising_rank = "", -1
+
+
+def boom(where: str, times: int = 1) -> None:
+    if where == place and rank() == raising_rank:
+        print(f"\nRAISED {where}", flush=True)
+        raise ValueError("boom")
+
+
+class Items(Values):
+    def __getitem__(self, i: int) -> Tensor:
+        if torch.utils.data.get_worker_info() is not None:
+            boom("loader_worker")
+        return super().__getitem__(i)
+
+
+class Raising(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.register_buffer("count", torch.tensor(0))
+
+    def prepare_data(self) -> None:
+        boom("prepare_data")
+
+    def setup(self, stage: str) -> None:
+        boom("setup")
+
+    def configure_model(self) -> None:
+        boom("configure_model")
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        boom("training_step")
+        if place == "on_exception" and rank() == raising_rank:
+            raise KeyError("first")
+        y = self.layer(batch.view(-1, 1))
+        y.register_hook(lambda _: boom("backward_hook"))
+        loss = y.mean()
+        self.log("loss", loss, sync_dist=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        boom("sanity_check" if self.trainer.sanity_checking else "validation")
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        # not the one that ModelCheckpoint saves because of the exception
+        if self.trainer.state.status != "interrupted":
+            boom("save")
+
+    def on_exception(self, exception: BaseException) -> None: ...
+
+    def teardown(self, stage: str) -> None:
+        boom("teardown")
+
+    def configure_optimizers(self) -> Any:
+        class Sgd(torch.optim.SGD):
+            def step(self, closure: Any = None) -> Any:
+                result = super().step(closure)
+                boom("optimizer_step")
+                return result
+
+        return Sgd(self.parameters(), lr=0.1)
+
+
+class Handler(L.Callback):
+    def on_exception(self, *args: Any) -> None:
+        boom("on_exception")
+
+
+def run(where: str, who: int, directory: str) -> None:
+    global place, raising_rank
+    place, raising_rank = where, who
+    barrier = Collective.barrier
+
+    def told(self: Collective, name: str | None = None) -> None:
+        print(f"\nBARRIER {rank()} {name}", flush=True)
+        barrier(self, name)
+
+    Collective.barrier = told  # type: ignore[method-assign]
+    saving = ModelCheckpoint(directory, save_on_exception=True, monitor="loss", save_top_k=1)
+    t = trainer(
+        strategy=CollectiveStrategy(timeout=TIMEOUT),
+        callbacks=[Handler(), saving],
+        enable_checkpointing=True,
+        num_sanity_val_steps=1,
+        max_epochs=2,
+    )
+    workers = 1 if where == "loader_worker" else 0
+    data = DataLoader(Items([1.0] * 6), num_workers=workers)
+    t.fit(Raising(), data, DataLoader(Items([1.0] * 4)))
+    print("\nFINISHED", flush=True)
+
+
+def fork_job(where: str, who: int, out: Path) -> list[int]:
+    """Starts two ranks in the standard way; returns their process ids."""
+    port = str(free_port())
+    pids = []
+    for r in range(2):
+        pid = os.fork()
+        if pid == 0:
+            os.environ |= {"RANK": str(r), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            log = os.open(out / f"{where}-{who}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            run(where, who, str(out / f"checkpoints-{where}-{who}"))
+            sys.exit(0)
+        pids.append(pid)
+    return pids
+
+
+def run_all(out: Path) -> None:
+    """A few jobs at a time: most of their time is waiting."""
+    # Lightning calls prepare_data on the first rank of a node only
+    waiting = [(where, who) for where in PLACES for who in range(2) if (where, who) != ("prepare_data", 1)]
+    running: dict[tuple[str, int], tuple[float, list[int], dict[int, int]]] = {}
+    results = {}
+    while waiting or running:
+        while waiting and len(running) < 3:
+            job = waiting.pop(0)
+            running[job] = (time.monotonic(), fork_job(*job, out), {})
+        for job, (started, pids, codes) in list(running.items()):
+            seconds = time.monotonic() - started
+            for r, pid in enumerate(pids):
+                if r not in codes:
+                    done, status = os.waitpid(pid, os.WNOHANG)
+                    if done:
+                        codes[r] = os.waitstatus_to_exitcode(status)
+                    elif seconds > TIMEOUT + 10:
+                        os.kill(pid, 9)
+            if len(codes) == 2:
+                where, who = job
+                log = (out / f"{where}-{who}.log").read_text(errors="replace")
+                results[f"{where}-{who}"] = {"codes": [codes[0], codes[1]], "seconds": seconds, "log": log}
+                del running[job]
+        time.sleep(0.02)
+    (out / "rank0.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--all":
+        run_all(Path(sys.argv[2]))
+    else:
+        run(sys.argv[1], int(sys.argv[2]), sys.argv[3])

@@ -1,0 +1,76 @@
+"""An exception on one rank, anywhere: both ranks end in time, the user's exception first, no lone barrier."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import Ended, run
+
+TIMEOUT = 5
+PLACES = (
+    "prepare_data",
+    "setup",
+    "configure_model",
+    "sanity_check",
+    "training_step",
+    "backward_hook",
+    "optimizer_step",
+    "validation",
+    "save",
+    "loader_worker",
+    "on_exception",
+    "teardown",
+)
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    out = tmp_path_factory.mktemp("raising")
+    ended = run("raising.py", "--all", str(out), timeout=180)
+    assert ended.codes == [0], ended.output
+    return json.loads((out / "rank0.json").read_text())
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("place", PLACES)
+def test_both_ranks_end_and_the_cause_comes_first(outcomes: dict[str, Any], place: str, rank: int) -> None:
+    if (place, rank) == ("prepare_data", 1):
+        pytest.skip("Lightning calls prepare_data on the first rank of a node only")
+    outcome = outcomes[f"{place}-{rank}"]
+    log = outcome["log"]
+    assert outcome["seconds"] < TIMEOUT + 10
+    assert "RAISED" in log
+    assert outcome["codes"][rank] == 1, log
+    if place != "teardown":  # the other rank has nothing left to do then
+        assert outcome["codes"][1 - rank] == 1, log
+    first = re.search(r"\w+(Error|Exception)\b[^\n]*", log)
+    assert first is not None
+    expected = {"on_exception": "KeyError: 'first'", "loader_worker": "ValueError: Caught ValueError in DataLoader"}
+    assert first.group(0).startswith(expected.get(place, "ValueError: boom")), first.group(0)
+    assert "ValueError: boom" in log
+    later = log[log.index("RAISED") :]
+    assert f"BARRIER {rank}" not in later, later[:3000]
+
+
+def _ended_with_boom(ended: Ended) -> None:
+    assert ended.codes[0] != 0
+    assert "ValueError: boom" in ended.output
+    assert ended.seconds < 15 + TIMEOUT + 10  # about 10 s of it are imports
+
+
+@pytest.mark.parametrize(
+    ("place", "rank", "launcher"),
+    [
+        ("training_step", 1, "self"),
+        ("validation", 0, "self"),
+        ("teardown", 1, "self"),
+        ("optimizer_step", 1, "torchrun"),
+        ("setup", 0, "torchrun"),
+    ],
+)
+def test_a_launched_job_fails_as_a_whole(place: str, rank: int, launcher: str, tmp_path: Path) -> None:
+    """The launching process reports the failure of the ranks it launched, and leaves none behind."""
+    _ended_with_boom(run("raising.py", place, str(rank), str(tmp_path), launcher=launcher, timeout=60))
