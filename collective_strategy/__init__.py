@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from collective_strategy.collectives import Collective as Collective
     from collective_strategy.collectives import SingleProcessCollective as SingleProcessCollective
     from collective_strategy.collectives import TorchDistributedCollective as TorchDistributedCollective
+    from collective_strategy.collectives import redistribute as redistribute
+    from collective_strategy.collectives import scale_grad as scale_grad
     from collective_strategy.gradients import GradientReducer as GradientReducer
     from collective_strategy.standalone import init as init
     from collective_strategy.strategies import CollectiveModule as CollectiveModule
@@ -26,6 +28,8 @@ _PLACES = {
     "init": "collective_strategy.standalone",
     "CollectiveModule": "collective_strategy.strategies",
     "CollectiveStrategy": "collective_strategy.strategies",
+    "redistribute": "collective_strategy.collectives",
+    "scale_grad": "collective_strategy.collectives",
 }
 
 __all__ = ["__version__", *_PLACES]

@@ -11,6 +11,14 @@ from collective_strategy.collectives.errors import (
     EnvironmentConfigError,
     RendezvousError,
 )
+from collective_strategy.collectives.functions import (
+    copy_to_parallel_region,
+    gather_from_parallel_region,
+    redistribute,
+    reduce_from_parallel_region,
+    scale_grad,
+    scatter_to_parallel_region,
+)
 from collective_strategy.collectives.handles import CompletedHandle, Handle
 from collective_strategy.collectives.layout import MeshLayout, Partition
 from collective_strategy.collectives.operations import OPERATIONS, Operation, Pair, ReduceOp
@@ -47,7 +55,13 @@ __all__ = [
     "TorchDistributedCollective",
     "available_collectives",
     "collective_class",
+    "copy_to_parallel_region",
     "create_collective",
+    "gather_from_parallel_region",
     "read_environment",
+    "redistribute",
+    "reduce_from_parallel_region",
     "register_collective",
+    "scale_grad",
+    "scatter_to_parallel_region",
 ]

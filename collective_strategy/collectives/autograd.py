@@ -51,7 +51,7 @@ def _pair(name: str, forward: Raw, backward: Differentiable) -> Differentiable:
         @staticmethod
         def vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
             raise NotImplementedError(
-                f"{name} under torch.vmap is refused: the ranks could map over different sizes and wait for each other. "
+                f"{name} under torch.vmap is refused: the ranks may map over different sizes, and wait. "
                 "Call the collective outside vmap, on the whole batch."
             )
 

@@ -318,7 +318,8 @@ class CollectiveBase(ABC):
         if len(ranks) > 1:
             sub._group = self._new_group(ranks, partition)
             if self._channel is not None:
-                sub._channel = self._channel.scoped(f"{name}/{self._calls}/{ranks[0]}")
+                # Not by the name of a split: equal colors may look different (1 and True, the order of a set).
+                sub._channel = self._channel.scoped(f"{axis and name}/{self._calls}/{ranks[0]}")
             sub._start_watching(self._checker is not None)
         return sub
 
@@ -342,7 +343,7 @@ class CollectiveBase(ABC):
 
     # -- the way of one call -------------------------------------------------------------------------------------------
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _run(self, operation: str, plan: Callable[[], Plan]) -> Any:
         """State, arguments, comparison with the other ranks, then the operation."""
         self._require_usable(operation)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from typing_extensions import Self
 from collective_strategy.collectives import transport
 from collective_strategy.collectives.arguments import (
     rank_argument,
+    sizes_argument,
 )
 from collective_strategy.collectives.base import Plan
 from collective_strategy.collectives.data import DataOperations
@@ -52,6 +54,30 @@ class Collective(DataOperations, InPlaceOperations, ObjectOperations):
     def any(self, flag: bool) -> bool:
         """True if ``flag`` is true on some rank. The same Python bool on all ranks."""
         return self._decide("any", flag, ReduceOp.ANY)
+
+    def exchange_sizes(self, sizes: int | Sequence[int]) -> list[int]:
+        """Lengths that only their rank knows, as Python ints, for the ``sizes`` of a later call.
+
+        Args:
+            sizes: A length: the result lists every rank's. A list with one length per rank (what this rank will send to
+                each): the result lists what each rank will send here.
+        """
+
+        def plan() -> Plan:
+            many = not isinstance(sizes, int)
+            if isinstance(sizes, int) and (isinstance(sizes, bool) or sizes < 0):
+                raise ValueError(f"exchange_sizes: a length must be a whole number >= 0, got {sizes!r}.")
+            own = torch.tensor(sizes_argument(self, sizes) if many else [sizes], dtype=torch.int64)
+            ones = [1] * self.world_size
+
+            def run() -> list[int]:
+                received = transport.exchange(self, own, ones, ones) if many else transport.all_gather(self, own)
+                return [int(size) for size in received.flatten().tolist()]
+
+            return Plan(run, f"exchange_sizes({'list' if many else 'number'})", nbytes=8 * len(own))
+
+        result: list[int] = self._run("exchange_sizes", plan)
+        return result
 
     def _decide(self, name: str, flag: object, op: ReduceOp) -> bool:
         def plan() -> Plan:

@@ -304,11 +304,46 @@ class DataOperations(CollectiveBase):
         def plan() -> Plan:
             if isinstance(offset, bool) or not isinstance(offset, int):
                 raise TypeError(f"shift: offset must be a whole number, got {offset!r}.")
-            n = self.world_size
-            pairs = tuple((k, (k + offset) % n) for k in range(n) if wrap or 0 <= k + offset < n)
-            return self._plan_permute("shift", f"offset={offset}, wrap={wrap}", x, pairs)
+            return self._plan_permute("shift", f"offset={offset}, wrap={wrap}", x, self._shift_pairs(offset, wrap))
 
         return self._run("shift", plan)
+
+    def halo_exchange(self, x: Any, dim: int, width: int | tuple[int, int], *, wrap: bool = False) -> Any:
+        """x with its neighbours' borders on both sides: what a convolution over a domain split along ``dim`` needs.
+
+        Args:
+            x: Rank k holds the k-th piece of the domain. Lengths along ``dim`` may differ, other dims may not.
+            dim: The dim that is split.
+            width: Entries from each side, or (from the rank before, from the rank after); no piece may be shorter.
+            wrap: Whether the domain is periodic. Otherwise the outer borders are zeros, as zero padding gives them.
+
+        Backward: the borders' gradients are added to the neighbours'.
+        """
+
+        def plan() -> Plan:
+            before, after = (width, width) if isinstance(width, int) else width
+            tree = Tree.of(x, "halo_exchange")
+            dims = _dims(tree, dim)
+            for (leaf, path), (at,) in zip(tree.named(), dims, strict=True):
+                if min(before, after) < 0 or leaf.shape[at or 0] < max(before, after):
+                    raise ValueError(
+                        f"halo_exchange: rank {self.rank} holds {leaf.shape[at or 0]} entries of {path} along dim "
+                        f"{dim}, which "
+                        f"cannot give borders of widths {before} and {after}. Split the domain over fewer ranks."
+                    )
+            onward = self._shift_pairs(1, wrap)
+            back = tuple((target, source) for source, target in onward)
+
+            def one(leaf: Tensor, at: int) -> Tensor:
+                from_before = autograd.permute(self, leaf.narrow(at, leaf.shape[at] - before, before), onward)
+                from_after = autograd.permute(self, leaf.narrow(at, 0, after), back)
+                return torch.cat([from_before, leaf, from_after], at)
+
+            call = f"halo_exchange(dim={dim}, width={(before, after)}, wrap={wrap}) of "
+            call += self._describe(tree, shapes=False)
+            return Plan(lambda: tree.map(one, dims), call, nbytes=_nbytes(tree))
+
+        return self._run("halo_exchange", plan)
 
     def permute(self, x: Any, pairs: Sequence[tuple[int, int]]) -> Any:
         """The tensor of the rank that sends to this one, zeros if none does.
@@ -325,6 +360,10 @@ class DataOperations(CollectiveBase):
             return self._plan_permute("permute", f"pairs={list(checked)}", x, checked)
 
         return self._run("permute", plan)
+
+    def _shift_pairs(self, offset: int, wrap: bool) -> tuple[tuple[int, int], ...]:
+        n = self.world_size
+        return tuple((k, (k + offset) % n) for k in range(n) if wrap or 0 <= k + offset < n)
 
     def _plan_permute(self, name: str, settings: str, x: Any, pairs: tuple[tuple[int, int], ...]) -> Plan:
         tree = Tree.of(x, name)

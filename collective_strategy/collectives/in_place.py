@@ -57,6 +57,7 @@ class InPlaceOperations(CollectiveBase):
 
     def broadcast_(self, tensor: Tensor, src: int = 0, *, async_op: bool = False) -> Tensor | Handle:
         """Overwrites ``tensor`` with the value of rank ``src``."""
+        self._require_usable("broadcast_")
         root = rank_argument(self, "src", src)
         self._begin("broadcast_", tensor, f"src={root}")
         flat = self._movable(tensor)

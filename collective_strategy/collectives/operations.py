@@ -200,6 +200,18 @@ OPERATIONS: tuple[Operation, ...] = (
         "the tensor of the rank that sends to r, zeros if none",
         pairs=(("", Pair("varying", "varying", "x of the source", "permute by the inverse pairs", "ppermute")),),
     ),
+    Operation(
+        "halo_exchange",
+        "(x, dim, width, *, wrap=False)",
+        "x with the neighbours' borders on both sides along dim; zeros at the ends of the domain (wrap=False)",
+        pairs=(("", Pair("varying", "varying", "border, x, border", "borders' gradients added to the neighbours'")),),
+    ),
+    Operation(
+        "exchange_sizes",
+        "(sizes)",
+        "a whole number: the list of every rank's; a list with one per rank: what each rank has for this one",
+        "decision",
+    ),
     Operation("send", "(x, dst)", "None", "point_to_point"),
     Operation("recv", "(like, src)", "the tensor that rank src sent, of like's shape and dtype", "point_to_point"),
     Operation("all", "(flag)", "True if the flag is true on every rank", "decision"),

@@ -82,8 +82,8 @@ def encode_reduction(x: Tensor, op: ReduceOp, world_size: int, capabilities: Cap
             finish = lambda y: narrow(y / world_size)  # noqa: E731
         else:
             default = torch.get_default_dtype()
-            buffer = x.to(torch.float64 if dtype is torch.uint64 else torch.int64)
-            finish = lambda y: (y.to(torch.float64) / world_size).to(default)  # noqa: E731
+            buffer, total = _halves(x) if dtype.itemsize == 8 else (x.to(torch.int64), _double)
+            finish = lambda y: (total(y) / world_size).to(default)  # noqa: E731
     elif op in (ReduceOp.ALL, ReduceOp.ANY) or dtype is torch.bool:
         wire_op = ReduceOp.MIN if op in (ReduceOp.ALL, ReduceOp.MIN) else ReduceOp.MAX
         buffer, finish = x.to(torch.uint8), lambda y: y.to(torch.bool)
@@ -171,6 +171,18 @@ def _widened(
     if not capabilities.reduces(op, wide) and narrow not in (torch.uint16, torch.uint32):
         return buffer, finish  # it will be gathered and folded, which needs no widening
     return buffer.to(wide), lambda y: finish(y.to(narrow))
+
+
+def _halves(x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """64-bit integers as upper and lower half, along a new last dim: their sum does not overflow and is rounded once."""
+    bits = x.view(torch.int64)
+    upper = bits >> 32 if x.dtype is torch.int64 else (bits >> 32) & 0xFFFFFFFF
+    halves = torch.stack([upper, bits & 0xFFFFFFFF], -1)
+    return halves, lambda y: y[..., 0].to(torch.float64) * 2.0**32 + y[..., 1].to(torch.float64)
+
+
+def _double(x: Tensor) -> Tensor:
+    return x.to(torch.float64)
 
 
 def _same(x: Tensor) -> Tensor:

@@ -200,7 +200,7 @@ def _bytes_if_needed(collective: CollectiveBase, x: Tensor) -> tuple[Tensor, Cal
     if x.dtype in collective.capabilities.movement_dtypes:
         return flat, _same
     dtype = x.dtype
-    return flat.view(torch.uint8), lambda moved: moved.view(dtype)
+    return flat.view(torch.uint8), lambda moved: moved.reshape(-1).view(dtype)
 
 
 def _width(collective: CollectiveBase, dtype: torch.dtype) -> int:
