@@ -21,7 +21,7 @@ _BITS_OF_WIDTH = {1: torch.uint8, 2: torch.int16}
 def raw(x: Tensor) -> np.ndarray:
     """The values; those of a dtype that numpy lacks as their bits."""
     x = x.detach().cpu().resolve_conj().resolve_neg()
-    if x.dtype is torch.bfloat16 or x.dtype.is_floating_point and x.dtype.itemsize == 1:
+    if x.dtype is torch.bfloat16 or (x.dtype.is_floating_point and x.dtype.itemsize == 1):
         x = x.contiguous().view(_BITS_OF_WIDTH[x.dtype.itemsize])
     return np.array(x.numpy())  # a copy: the tensor may be changed later
 
