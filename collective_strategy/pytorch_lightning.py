@@ -1,8 +1,8 @@
 """The strategy for the package ``pytorch_lightning`` (``import pytorch_lightning``)."""
 
+from lightning_fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
 from pytorch_lightning import Callback, LightningDataModule, LightningModule
 from pytorch_lightning.plugins.io import TorchCheckpointIO
-from lightning_fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
 from pytorch_lightning.strategies import ParallelStrategy
 from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 

@@ -59,8 +59,9 @@ def agree(collective: Collective, entries: Sequence[TensorEntry], what: str = "p
     per_rank = collective.all_gather_object(list(entries))
     for position, other in enumerate(per_rank):
         if digests[position] != digests[0]:
+            difference = _first_difference(collective.ranks, per_rank[0], position, other, what)
             raise CollectiveMismatchError(
-                f"The ranks hold different models: {_first_difference(collective.ranks, per_rank[0], position, other, what)}."
+                f"The ranks hold different models: {difference}."
                 f" Every rank must build the same {what}s in the same order, because rank r's n-th one is reduced"
                 " with the n-th one of all others. Build the model the same way on every rank (the same files,"
                 " options and branches), or share the weights of one rank before training."
@@ -80,12 +81,12 @@ def _first_difference(
             return f"rank {rank_other} has {what} {theirs.name} {theirs.shape} that rank {rank_first} lacks"
         if mine is not None and mine.name not in names_other:
             return f"rank {rank_first} has {what} {mine.name} {mine.shape} that rank {rank_other} lacks"
+        if mine is None or theirs is None:
+            continue  # the lists have different lengths, so one of them has a name that the other lacks
         if mine.name != theirs.name:
             return f"rank {rank_first} has {what} {mine.name} where rank {rank_other} has {theirs.name}"
         for aspect in ("shape", "dtype", "requires_grad"):
             ours, others = getattr(mine, aspect), getattr(theirs, aspect)
             if ours != others:
-                return (
-                    f"{what} {mine.name} has {aspect} {ours} on rank {rank_first} and {others} on rank {rank_other}"
-                )
+                return f"{what} {mine.name} has {aspect} {ours} on rank {rank_first} and {others} on rank {rank_other}"
     return f"rank {rank_first} and rank {rank_other} name their {what}s differently"

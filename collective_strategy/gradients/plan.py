@@ -34,7 +34,9 @@ class ReductionPlan:
         return _signature(module.parameters()) != self.signature
 
 
-def _signature(parameters: Sequence[nn.Parameter] | Iterator[nn.Parameter]) -> list[tuple[int, torch.Size, torch.dtype]]:
+def _signature(
+    parameters: Sequence[nn.Parameter] | Iterator[nn.Parameter],
+) -> list[tuple[int, torch.Size, torch.dtype]]:
     return [(id(parameter), parameter.shape, parameter.dtype) for parameter in parameters]
 
 

@@ -196,14 +196,15 @@ class GradientReducer:
 
     @torch.no_grad()
     def _flush(self, aside: dict[int, Tensor]) -> None:
-        used, sparse = self._exchange_flags()
-        if used is None:
+        flags = self._exchange_flags()
+        if flags is None:
             # some rank's parameters changed: agree on a new plan; indices in `aside` follow the parameters
             before = {id(self._plan.parameters[i]): gradient for i, gradient in aside.items()}
             self._replan()
             aside = {self._plan.index[key]: gradient for key, gradient in before.items() if key in self._plan.index}
-            used, sparse = self._exchange_flags()
-            assert used is not None
+            flags = self._exchange_flags()
+            assert flags is not None
+        used, sparse = flags
         parameters = self._plan.parameters
         dense = [i for i in used if i not in sparse]
         means = reduce_dense(
@@ -236,12 +237,12 @@ class GradientReducer:
         assert parameter.grad is not None
         self._parts[parameter.grad] = _Parts()
 
-    def _exchange_flags(self) -> tuple[list[int], set[int]] | tuple[None, None]:
+    def _exchange_flags(self) -> tuple[list[int], set[int]] | None:
         """One small all-reduce tells every rank who used what.
 
         Returns:
-            The indices that some rank used, and those of them whose gradients are all sparse;
-            ``(None, None)`` when some rank's list of parameters is out of date.
+            The indices that some rank used, and those of them whose gradients are all sparse; None when some
+            rank's list of parameters is out of date.
         """
         parameters, names = self._plan.parameters, self._plan.names
         stale = self._plan.is_stale(self._module)
@@ -256,7 +257,7 @@ class GradientReducer:
         if sums[0]:
             raise CollectiveError(self._dirty_message(int(sums[0])))
         if sums[1]:
-            return None, None
+            return None
         sums = sums[2:]
         for i, total in enumerate(sums[2 * count :]):
             if total not in (0, n):
@@ -270,13 +271,12 @@ class GradientReducer:
         return some_used, all_sparse
 
     def _replan(self) -> None:
-        hooked = {id(self._plan.parameters[i]): handle for i, handle in self._hooks.items()}
         self._plan = ReductionPlan.of(self._module)
         agree(self._collective, parameter_entries(self._module))
-        self._hooks = {}
-        for key, handle in hooked.items():
-            # the handles carry the old index
+        for handle in self._hooks.values():
+            # the hooks carry the old index
             handle.remove()
+        self._hooks.clear()
         self._hook_parameters()
 
     # -- at the optimizer step -----------------------------------------------------------------------------------
@@ -313,10 +313,10 @@ class GradientReducer:
                     raise CollectiveError(self._dirty_message())
                 if i in self._pending and bool(parameter.grad.any()):
                     raise CollectiveError(
-                        f"{type(optimizer).__name__}.step() would use gradients of {self._plan.names[i]} that were never"
-                        f" averaged over the {self._collective.world_size} ranks: all backwards since the last reduction"
-                        " ran with synchronisation off, so the ranks' weights would drift apart. Run the last backward"
-                        " before the step with synchronisation on, or call strategy.reduce_gradients()."
+                        f"{type(optimizer).__name__}.step() would use gradients of {self._plan.names[i]} that were"
+                        f" never averaged over the {self._collective.world_size} ranks: all backwards since the last"
+                        " reduction ran with synchronisation off, so the ranks' weights would drift apart. Run the last"
+                        " backward before the step with synchronisation on, or call strategy.reduce_gradients()."
                     )
 
     def _dirty_message(self, ranks: int | None = None) -> str:

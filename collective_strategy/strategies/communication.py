@@ -35,7 +35,8 @@ class CommunicationBehaviour(_ParallelStrategy):
         Args:
             tensor: left unchanged; what is not a tensor is returned as it is.
             group: another collective or the name of an axis, instead of the data axis.
-            reduce_op: ``"mean"`` (``"avg"``), ``"sum"``, ``"max"``, ``"min"``, ``"prod"`` or a ``torch.distributed.ReduceOp``.
+            reduce_op: ``"mean"`` (``"avg"``), ``"sum"``, ``"max"``, ``"min"``, ``"prod"`` or a
+                ``torch.distributed.ReduceOp``.
         """
         if not isinstance(tensor, Tensor) or not self._can_communicate("reduce"):
             return tensor
@@ -57,7 +58,7 @@ class CommunicationBehaviour(_ParallelStrategy):
         return self.collective.broadcast_object(obj, src) if self._can_communicate("broadcast") else obj
 
     def barrier(self, name: str | None = None) -> None:
-        """Waits for all ranks of the world; the name appears when somebody is missing. Before set-up it returns at once."""
+        """Waits for all ranks of the world; ``name`` appears when one is missing. Before set-up it returns at once."""
         if self._can_communicate(f"barrier {name!r}"):
             self.collective.barrier(name)
 
@@ -77,15 +78,14 @@ class CommunicationBehaviour(_ParallelStrategy):
     def _can_communicate(self, what: str) -> bool:
         module = self.lightning_module
         trainer = module.__dict__.get("_trainer") if module is not None else None
-        if self._stopped is None and trainer is not None:
-            # callbacks hear of an exception before the strategy does
-            if trainer.state.status == self.names.TrainerStatus.INTERRUPTED:
-                self.stop_communicating("an exception was raised on this rank")
+        interrupted = trainer is not None and trainer.state.status == self.names.TrainerStatus.INTERRUPTED
+        if interrupted and self._stopped is None:
+            self.stop_communicating("an exception was raised on this rank")
         if self._stopped is not None:
             if not self._told and self.collective.world_size > 1:
                 self._told = True
                 log.warning(
-                    "%s (and what follows) is skipped on rank %d, because %s; the other ranks cannot be expected to take part.",
+                    "%s (and what follows) is skipped on rank %d, because %s; the others may not take part.",
                     what,
                     self.global_rank,
                     self._stopped,

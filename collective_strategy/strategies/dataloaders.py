@@ -124,9 +124,7 @@ class DataloaderPreparation:
         if any(other is None for other in lengths):
             return LockstepLoader(dataloader, self._collective)
         if len(set(lengths)) > 1:
-            numbers = ", ".join(
-                f"{n} on rank {rank}" for rank, n in zip(self._collective.ranks, lengths, strict=True)
-            )
+            numbers = ", ".join(f"{n} on rank {rank}" for rank, n in zip(self._collective.ranks, lengths, strict=True))
             raise _uneven(f"the ranks have {numbers}", min(lengths))
         return dataloader
 
@@ -153,13 +151,14 @@ class DataloaderPreparation:
             return dataloader
         if self._names.has_iterable_dataset(dataloader):
             if ranks > 1 and self._trainer._accelerator_connector.use_distributed_sampler:
-                self._warn(
-                    dataloader, mode, f"is an IterableDataset, which cannot be split: each of the {ranks} ranks evaluates"
-                    " all that its own copy yields. Let the dataset yield this rank's share only (self.collective.data.rank"
-                    " and .world_size tell it)."
-                )  # fmt: skip
+                text = (
+                    f"is an IterableDataset, which cannot be split: each of the {ranks} ranks evaluates all that its"
+                    " own copy yields. Let the dataset yield this rank's share only (self.collective.data.rank and"
+                    " .world_size tell it)."
+                )
+                self._warn(dataloader, mode, text)
             return stock(self._connector, dataloader, shuffle=shuffle, mode=mode)
-        batches = dataloader.batch_sampler
+        batches: Any = dataloader.batch_sampler
         if ranks == 1 or batches is None or not self._connector._requires_distributed_sampler(dataloader):
             return stock(self._connector, dataloader, shuffle=shuffle, mode=mode)
         if type(batches) is BatchSampler:
@@ -175,11 +174,13 @@ class DataloaderPreparation:
         else:
             share = DealtBatchSampler(AgreedOrder(batches, self._collective), rank=rank, ranks=ranks)
             if len(batches) % ranks:
-                self._warn(
-                    dataloader, mode, f"has its own batch sampler {type(batches).__name__}: of its {len(batches)} batches"
-                    f" whole ones go to the {ranks} ranks in turn, and the last {len(batches) % ranks} (or"
-                    f" {len(batches) % ranks + ranks}, if they are small) are split between all."
-                )  # fmt: skip
+                rest = len(batches) % ranks
+                text = (
+                    f"has its own batch sampler {type(batches).__name__}: of its {len(batches)} batches whole ones go"
+                    f" to the {ranks} ranks in turn, and the last {rest} (or {rest + ranks}, if they are small) are split"
+                    " between all."
+                )
+                self._warn(dataloader, mode, text)
         return self._with_batches(dataloader, self._names.IndexBatchSamplerWrapper(share) if predicting else share)
 
     def _order(self, dataloader: Any, shuffle: bool) -> Any:
@@ -202,7 +203,13 @@ class DataloaderPreparation:
         arg_names = dataloader.__dict__.get("__pl_saved_arg_names", ())
         if len(arg_names) == len(args):
             kwargs, args = {**dict(zip(arg_names, args, strict=True)), **kwargs}, ()
-        kwargs |= {"batch_sampler": batch_sampler, "sampler": None, "shuffle": False, "batch_size": 1, "drop_last": False}
+        kwargs |= {
+            "batch_sampler": batch_sampler,
+            "sampler": None,
+            "shuffle": False,
+            "batch_size": 1,
+            "drop_last": False,
+        }
         return self._names.reinstantiate(dataloader, *args, **kwargs)
 
     def _report_uneven(self, dataloader: Any, share: EvaluationBatchSampler, mode: Any) -> None:

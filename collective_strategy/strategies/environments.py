@@ -101,9 +101,10 @@ def check_devices(launch: LaunchEnvironment, num_devices: int, num_nodes: int) -
     size = {"slurm": "SLURM_NTASKS"}.get(launch.source, "WORLD_SIZE")
     fitting = launch.world_size // num_nodes
     raise EnvironmentConfigError(
-        f"The Trainer has devices={num_devices} and num_nodes={num_nodes}, which is {num_devices * num_nodes} processes,"
-        f" but {launch.source} started {launch.world_size} ({size}={launch.world_size}). Every process needs one device:"
-        f" set devices={fitting} (with num_nodes={num_nodes}), or start {num_devices * num_nodes} processes."
+        f"The Trainer has devices={num_devices} and num_nodes={num_nodes}, which is {num_devices * num_nodes}"
+        f" processes, but {launch.source} started {launch.world_size} ({size}={launch.world_size}). Every process"
+        f" needs one device: set devices={fitting} (with num_nodes={num_nodes}), or start {num_devices * num_nodes}"
+        " processes."
     )
 
 

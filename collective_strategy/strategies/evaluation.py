@@ -5,6 +5,7 @@ as positions ``[start, stop)`` in the common order of the samples.
 """
 
 from collections.abc import Iterable, Iterator, Sized
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ def uneven_steps(samples: int, ranks: int) -> list[list[Piece]]:
 def _split(start: int, amount: int, pieces: int) -> list[Piece]:
     size, larger = divmod(amount, pieces)
     bounds = [start + i * size + min(i, larger) for i in range(pieces + 1)]
-    return list(zip(bounds[:-1], bounds[1:], strict=True))
+    return list(pairwise(bounds))
 
 
 class SharedPermutation:

@@ -1,8 +1,8 @@
 """The strategy for the package ``lightning`` (``import lightning``)."""
 
+from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.plugins.io import TorchCheckpointIO
-from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 

@@ -19,8 +19,9 @@ class MetricConnection:
     def __init__(self, module: nn.Module, collective: Collective) -> None:
         self._undo: list[tuple[Any, Any]] = []
         gather = DataAxisGather(collective)
-        for metric in module.modules():
-            if not _is_metric(metric) or metric.dist_sync_fn is not None or metric.process_group is not None:
+        metrics: list[Any] = [part for part in module.modules() if _is_metric(part)]
+        for metric in metrics:
+            if metric.dist_sync_fn is not None or metric.process_group is not None:
                 continue
             self._undo.append((metric, metric.distributed_available_fn))
             metric.dist_sync_fn = gather

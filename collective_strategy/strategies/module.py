@@ -55,8 +55,8 @@ class CollectiveAttribute:
 
     def elsewhere(self, instance: Any, trainer: Any) -> Collective:
         raise CollectiveStateError(
-            f"{type(instance).__name__}.collective: the Trainer's strategy is {type(trainer.strategy).__name__}, which has"
-            " no collective. Pass strategy='collective' (or CollectiveStrategy(...)), or derive the class from"
+            f"{type(instance).__name__}.collective: the Trainer's strategy is {type(trainer.strategy).__name__}, which"
+            " has no collective. Pass strategy='collective' (or CollectiveStrategy(...)), or derive the class from"
             " collective_strategy.CollectiveModule, which works under any strategy."
         )
 
@@ -94,8 +94,8 @@ def _adopted(trainer: Any) -> Collective:
     processes = read_environment().world_size if trainer is None else trainer.world_size
     if processes > 1:
         raise CollectiveStateError(
-            f"collective: there are {processes} processes, but torch.distributed is not initialised, so nothing connects"
-            " them. It can be used from the hook setup() on; for backends other than torch.distributed, use"
+            f"collective: there are {processes} processes, but torch.distributed is not initialised, so nothing"
+            " connects them. It can be used from the hook setup() on; for backends other than torch.distributed, use"
             " CollectiveStrategy."
         )
     from collective_strategy.collectives.single import SingleProcessCollective

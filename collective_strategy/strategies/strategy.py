@@ -20,7 +20,11 @@ from collective_strategy.gradients.fingerprint import agree, buffer_entries, par
 from collective_strategy.gradients.reducer import GradientReducer
 from collective_strategy.strategies.communication import CommunicationBehaviour
 from collective_strategy.strategies.dataloaders import DataloaderPreparation
-from collective_strategy.strategies.environments import early_slurm_environment, launch_environment, launched_by_variables
+from collective_strategy.strategies.environments import (
+    early_slurm_environment,
+    launch_environment,
+    launched_by_variables,
+)
 from collective_strategy.strategies.metrics import MetricConnection
 from collective_strategy.strategies.module import warn_if_taken
 from collective_strategy.strategies.state_sync import broadcast_tensors, module_tensors
@@ -132,7 +136,7 @@ class CollectiveStrategyBehaviour(CommunicationBehaviour):
         data = self.collective.data
         return {"num_replicas": data.world_size, "rank": data.rank}
 
-    @property  # type: ignore[override]
+    @property
     def cluster_environment(self) -> Any | None:
         if self._cluster_environment is None:
             self._cluster_environment = early_slurm_environment(self.environment_classes[2])
@@ -144,7 +148,7 @@ class CollectiveStrategyBehaviour(CommunicationBehaviour):
         launched, script, slurm = self.environment_classes
         names = self.names
         guessed = (names.LightningEnvironment, names.TorchElasticEnvironment, names.SLURMEnvironment)
-        if type(environment) in guessed:
+        if environment is not None and type(environment) in guessed:
             if launched_by_variables():
                 environment = launched()
             elif type(environment) is names.SLURMEnvironment:
@@ -179,8 +183,8 @@ class CollectiveStrategyBehaviour(CommunicationBehaviour):
         cluster.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if self.collective.backend_name == "single" and self.num_processes * self.num_nodes > 1:
             raise ValueError(
-                f"CollectiveStrategy('single') is the one-process collective, but the Trainer has devices={self.num_processes}"
-                f" and num_nodes={self.num_nodes}. Each process would train alone: set devices=1, or use 'torch'."
+                f"CollectiveStrategy('single') is the one-process collective, but the Trainer has"
+                f" devices={self.num_processes} and num_nodes={self.num_nodes}. Each process would train alone: set devices=1, or use 'torch'."
             )
         script_launcher, process_launcher = self.launcher_classes
         if self._start_method == "popen" or cluster.creates_processes_externally:
@@ -217,7 +221,8 @@ class CollectiveStrategyBehaviour(CommunicationBehaviour):
                 warn_if_taken(user)
 
     def setup(self, trainer: Any) -> None:
-        assert self.accelerator is not None and self.model is not None
+        assert self.accelerator is not None
+        assert self.model is not None
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == self.names.TrainerFn.FITTING
         if fitting:
@@ -305,11 +310,13 @@ class CollectiveStrategyBehaviour(CommunicationBehaviour):
         """Gives all data ranks the buffers of the first. Called by every rank; ``occasion`` appears in errors."""
         module = self.lightning_module
         buffers = [] if module is None else list(module.buffers())
-        if buffers and self._can_communicate(f"synchronising buffers at {occasion}"):
-            if self.collective.data.world_size > 1:
-                # a rank that is missing here is named, which the broadcast itself could not do
-                self.collective.data.barrier(f"buffers at {occasion}")
-                broadcast_tensors(self.collective.data, buffers)
+        if not buffers or not self._can_communicate(f"synchronising buffers at {occasion}"):
+            return
+        data = self.collective.data
+        if data.world_size > 1:
+            # a rank that is missing here is named, which the broadcast itself could not do
+            data.barrier(f"buffers at {occasion}")
+            broadcast_tensors(data, buffers)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self.sync_buffers("the checkpoint")
@@ -327,8 +334,9 @@ class CollectiveStrategyBehaviour(CommunicationBehaviour):
         if self.world_size > 1:
             # before the others fail in turn, so that the cause is the first thing to read
             print(f"collective_strategy: {reason}", file=sys.stderr, flush=True)
-        if hasattr(self._launcher, "failed"):
-            self._launcher.failed = True
+        launcher: Any = self._launcher
+        if hasattr(launcher, "failed"):
+            launcher.failed = True
 
     def teardown(self) -> None:
         """Takes everything back; communicates nothing, works half set up.

@@ -63,7 +63,9 @@ class TwoOptimizers(L.LightningModule):
         self.untoggle_optimizer(second)
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.a.parameters(), lr=0.1, momentum=0.9), torch.optim.Adam(self.b.parameters(), lr=0.01)
+        return torch.optim.SGD(self.a.parameters(), lr=0.1, momentum=0.9), torch.optim.Adam(
+            self.b.parameters(), lr=0.01
+        )
 
 
 def data(n: int) -> TensorDataset:

@@ -319,7 +319,10 @@ def buffers() -> Any:
     t.fit(model, loader([1.0, 2.0]), loader([1.0, 2.0]))
     path = os.path.join(shared_directory(), "buffers.ckpt")
     t.save_checkpoint(path)
-    return model.seen | {"file": torch.load(path, weights_only=False)["state_dict"]["k"].item(), "after": model.k.item()}
+    return model.seen | {
+        "file": torch.load(path, weights_only=False)["state_dict"]["k"].item(),
+        "after": model.k.item(),
+    }
 
 
 class Momentum(Toy):
@@ -530,9 +533,7 @@ def shuffling() -> Any:
             return 2
 
     own = Own()
-    trainer(max_epochs=2, use_distributed_sampler=False).fit(
-        Toy(), DataLoader(Values([1.0, 2.0]), batch_sampler=own)
-    )
+    trainer(max_epochs=2, use_distributed_sampler=False).fit(Toy(), DataLoader(Values([1.0, 2.0]), batch_sampler=own))
     return {"seen": model.seen, "epochs": own.epochs}
 
 
@@ -577,7 +578,9 @@ def own_sampler() -> Any:
     backwards = Listed([5, 4, 3, 2, 1, 0])
     trainer().fit(ordered, loader(values, sampler=backwards), loader(values, 3, sampler=backwards))
     trainer().fit(random, loader(values, sampler=Random([0] * 6)), loader(values, 3, sampler=Random([0] * 6)))
-    return {name: [m.seen, m.validated] for name, m in (("weighted", weighted), ("ordered", ordered), ("random", random))}
+    return {
+        name: [m.seen, m.validated] for name, m in (("weighted", weighted), ("ordered", ordered), ("random", random))
+    }
 
 
 @scenario
