@@ -26,6 +26,7 @@ from collective_strategy.testing.pool import Pool, Spawner, Worker, worker_envir
 from collective_strategy.testing.worker import RELEASE, Call, Closing, Place, Report, work_bytes
 
 MAX_POOLS = 6  # idle pools cost memory only; the one unused longest goes first
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 SETTLE = 1.0  # seconds that the others get to finish by themselves when a rank has failed
 
 
@@ -260,14 +261,14 @@ def _death(worker: Worker) -> WorkerDiedError:
 
 
 def _top_of(stacks: str) -> str:
-    """The innermost frame, and the innermost one outside of installed libraries, on one line."""
+    """The innermost frame, and the innermost one that is neither ours nor in an installed library, on one line."""
     frames = re.findall(r'File "(.*)", line (\d+) in (.*)', stacks.partition("\n\n")[0])
     if not frames:
         return stacks
     named = [f"{function} ({os.path.basename(file)}:{line})" for file, line, function in frames]
-    own = [i for i, (file, _, _) in enumerate(frames) if not re.search(r"site-packages|[/\\]lib[/\\]python", file)]
-    own = [i for i in own if f"{os.sep}collective_strategy{os.sep}" not in frames[i][0]]
-    called = f", called by {named[own[0]]}" if own and own[0] > 0 else ""
+    not_theirs = re.compile(rf"{re.escape(_PACKAGE)}|.*site-packages|.*[/\\]lib[/\\]python")
+    own = [name for name, (file, _, _) in zip(named, frames, strict=True) if not not_theirs.match(file)]
+    called = f", called by {own[0]}" if own and own[0] != named[0] else ""
     return f"in {named[0]}{called}"
 
 
