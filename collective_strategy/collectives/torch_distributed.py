@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from collective_strategy.collectives.capabilities import PRIMITIVES, Capabilities
 from collective_strategy.collectives.collective import Collective
@@ -97,7 +97,7 @@ class TorchDistributedCollective(Collective):
         return self._known
 
     def device_mesh(self) -> DeviceMesh:
-        """The mesh's groups as torch's DeviceMesh, for DTensor or FSDP. Every rank calls it; no group is made.
+        """The mesh's groups as torch's DeviceMesh, for DTensor or FSDP. Every rank calls it. An axis of size 1 gets a group of one.
 
         Raises:
             CollectiveStateError: there is no mesh, or the collective is not set up.
@@ -105,16 +105,12 @@ class TorchDistributedCollective(Collective):
         self._require_usable("device_mesh")
         if self.mesh is None or self._root is not self:
             raise CollectiveStateError("device_mesh() needs the world's collective with a mesh={...}.")
-        if self.world_size == 1 or 1 in self.mesh.axes.values():
-            return init_device_mesh(
-                self.device.type, tuple(self.mesh.axes.values()), mesh_dim_names=tuple(self.mesh.axes)
-            )
-        groups = [self[name]._group for name in self.mesh.axes]
-        names = tuple(self.mesh.axes)
-        if len(groups) == 1:
-            return DeviceMesh.from_group(groups[0], self.device.type, mesh_dim_names=names)
-        shape = tuple(self.mesh.axes.values())
+        names, shape = tuple(self.mesh.axes), tuple(self.mesh.axes.values())
+        alone = Partition((self.rank,))
+        groups = [self[name]._group or self._new_group((self.rank,), alone) for name in names]
         ranks = torch.arange(self.world_size).reshape(shape)
+        if len(groups) == 1:
+            return DeviceMesh.from_group(groups[0], self.device.type, mesh=ranks, mesh_dim_names=names)
         return DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=names)
 
     # -- set-up --------------------------------------------------------------------------------------------------------
