@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
+
+from collective_strategy._registration import register_with_lightning
 
 __version__ = "0.1.0"
 
@@ -45,6 +46,4 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-# Trainer(strategy="collective") needs the names in Lightning's registry, whichever of the two is imported first.
-if find_spec("lightning") is not None:
-    import_module("collective_strategy.strategies.lightning_package")
+register_with_lightning()

@@ -106,6 +106,7 @@ class CollectiveBase(ABC):
         self._default_to: str | None = "replicate"
         self._calls = 0
         self._current = ""
+        self._scope = "world"
         self._checker: Checker | None = None
         self._channel: SideChannel | None = None
         self._monitor: Monitor | None = None
@@ -244,8 +245,11 @@ class CollectiveBase(ABC):
         """Releases what `_open` and `_new_group` made. Local; must work half opened."""
 
     @abstractmethod
-    def _new_group(self, ranks: tuple[int, ...], partition: Partition) -> Any:
-        """Makes the group of the global ranks ``ranks``; called by its members only, in one order on all of them."""
+    def _new_group(self, ranks: tuple[int, ...], partition: Partition, scope: str) -> Any:
+        """Makes the group of the global ranks ``ranks``; called by its members only, in one order on all of them.
+
+        ``scope`` is a name that its members agree on and no other group of this set-up has.
+        """
 
     @abstractmethod
     def _barrier(self) -> Handle:
@@ -315,11 +319,13 @@ class CollectiveBase(ABC):
         sub.name, sub.axis, sub.broken, sub.counters = name, axis, None, Counters()
         sub._subgroups, sub._default_to, sub._calls, sub._current = {}, default_to, 0, ""
         sub._checker = sub._watch = sub._group = None
+        # What the members agree on, and no other group of this set-up has. Not the name of a split: equal colors may
+        # look different (1 and True, the order of a set).
+        sub._scope = f"{self._scope}/{axis and name}/{self._calls}/{ranks[0]}"
         if len(ranks) > 1:
-            sub._group = self._new_group(ranks, partition)
+            sub._group = self._new_group(ranks, partition, sub._scope)
             if self._channel is not None:
-                # Not by the name of a split: equal colors may look different (1 and True, the order of a set).
-                sub._channel = self._channel.scoped(f"{axis and name}/{self._calls}/{ranks[0]}")
+                sub._channel = self._root._channel and self._root._channel.scoped(sub._scope)
             sub._start_watching(self._checker is not None)
         return sub
 

@@ -157,6 +157,36 @@ class Collective(DataOperations, InPlaceOperations, ObjectOperations):
             self._subgroups["data"] = alone
         return self._subgroups["data"]
 
+    def duplicate(self, axes: str | Sequence[str] | None = None) -> Self:
+        """A collective whose operations never meet those of this one. All ranks call it.
+
+        For library code that communicates while the user may, such as during a backward pass.
+
+        Args:
+            axes: Axes of the mesh to join; all ranks of this collective if not given.
+
+        Raises:
+            ValueError: an axis is not in the mesh.
+        """
+
+        def plan() -> Plan:
+            names = () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+            axes_here = list(self.mesh.axes) if self.mesh is not None else []
+            unknown = [name for name in names if name not in axes_here]
+            if unknown:
+                raise ValueError(f"duplicate: {unknown[0]!r} is not an axis of the mesh, which has {axes_here}.")
+            if self.mesh is None or axes is None:
+                everybody = tuple(range(self.world_size))
+                partition, name = Partition(everybody, explicit=(everybody,)), self.name
+            else:
+                partition, name = self.mesh.partition(names, self.rank), "+".join(names)
+            return Plan(
+                lambda: self._subgroup(f"{name} (duplicate)", names or None, partition), f"duplicate({list(names)})"
+            )
+
+        result: Self = self._run("duplicate", plan)
+        return result
+
     def split(self, color: Any) -> Self:
         """The sub-collective of all ranks that gave the same ``color``, in rank order. All ranks call it.
 

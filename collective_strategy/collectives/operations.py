@@ -217,6 +217,7 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation("all", "(flag)", "True if the flag is true on every rank", "decision"),
     Operation("any", "(flag)", "True if the flag is true on some rank", "decision"),
     Operation("split", "(color)", "the sub-collective of the ranks that gave the same color", "group"),
+    Operation("duplicate", "(axes=None)", "a collective of the same ranks with communication of its own", "group"),
     Operation("all_gather_object", "(obj)", "the list of every rank's object", "object"),
     Operation("gather_object", "(obj, dst=0)", "the list of every rank's object on rank dst, None elsewhere", "object"),
     Operation("broadcast_object", "(obj, src=0)", "the object of rank src", "object"),

@@ -174,7 +174,7 @@ def _widened(
 
 
 def _halves(x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """64-bit integers as upper and lower half, along a new last dim: their sum does not overflow and is rounded once."""
+    """64-bit integers as upper and lower half, along a new last dim: the sum cannot overflow, and is rounded once."""
     bits = x.view(torch.int64)
     upper = bits >> 32 if x.dtype is torch.int64 else (bits >> 32) & 0xFFFFFFFF
     halves = torch.stack([upper, bits & 0xFFFFFFFF], -1)

@@ -52,7 +52,7 @@ class SingleProcessCollective(Collective):
     def _close(self) -> None:
         pass
 
-    def _new_group(self, ranks: tuple[int, ...], partition: Partition) -> Any:
+    def _new_group(self, ranks: tuple[int, ...], partition: Partition, scope: str) -> Any:
         return None
 
     def _barrier(self) -> Handle:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, Store
+from torch.distributed import PrefixStore, Store, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from collective_strategy.collectives.capabilities import PRIMITIVES, Capabilities
@@ -86,6 +86,7 @@ class TorchDistributedCollective(Collective):
         super()._reset()
         self._owns_world = False
         self._loopback = False
+        self._generation = 0
         self._known: Capabilities | None = None
 
     @property
@@ -107,7 +108,9 @@ class TorchDistributedCollective(Collective):
             raise CollectiveStateError("device_mesh() needs the world's collective with a mesh={...}.")
         names, shape = tuple(self.mesh.axes), tuple(self.mesh.axes.values())
         alone = Partition((self.rank,))
-        groups = [self[name]._group or self._new_group((self.rank,), alone) for name in names]
+        groups = [
+            self[name]._group or self._new_group((self.rank,), alone, f"{name} alone/{self.rank}") for name in names
+        ]
         ranks = torch.arange(self.world_size).reshape(shape)
         if len(groups) == 1:
             return DeviceMesh.from_group(groups[0], self.device.type, mesh=ranks, mesh_dim_names=names)
@@ -158,7 +161,7 @@ class TorchDistributedCollective(Collective):
             )
         if self.process_group_backend is None:
             self.process_group_backend = dist.get_backend()
-        store = dist.distributed_c10d._get_default_store()
+        store = distributed_c10d._get_default_store()
         generation = _next_generation(store, self.world_size)
         return (
             None
@@ -171,7 +174,7 @@ class TorchDistributedCollective(Collective):
             dist.destroy_process_group()
         self._owns_world = False
 
-    def _new_group(self, ranks: tuple[int, ...], partition: Partition) -> Any:
+    def _new_group(self, ranks: tuple[int, ...], partition: Partition, scope: str) -> Any:
         backend = self._backend()
         with self._gloo_settings():
             if backend == "mpi":  # it cannot make a group by its members only
@@ -179,7 +182,10 @@ class TorchDistributedCollective(Collective):
                     members: dist.new_group(list(members), timeout=self.timeout) for members in partition.groups()
                 }
                 return groups[ranks]
-            return dist.new_group(list(ranks), timeout=self.timeout, backend=backend, use_local_synchronization=True)
+            with _group_named(f"collective_strategy/{self._generation}/{scope}"):
+                return dist.new_group(
+                    list(ranks), timeout=self.timeout, backend=backend, use_local_synchronization=True
+                )
 
     @contextlib.contextmanager
     def _gloo_settings(self) -> Iterator[None]:
@@ -249,6 +255,21 @@ class _WorkHandle(Handle):
 
     def is_completed(self) -> bool:
         return self._work is None or bool(self._work.is_completed())
+
+
+@contextlib.contextmanager
+def _group_named(name: str) -> Iterator[None]:
+    """Gives the next group of torch.distributed a name that its members agree on.
+
+    torch makes the name of a group that only its members create from the number of groups this process has. Members
+    with different numbers, as after a split, then wait for each other for ever.
+    """
+    original = distributed_c10d._process_group_name
+    distributed_c10d._process_group_name = lambda ranks, use_hashed_name: name
+    try:
+        yield
+    finally:
+        distributed_c10d._process_group_name = original
 
 
 def _next_generation(store: Store, world_size: int) -> int | None:
