@@ -98,7 +98,9 @@ class TorchDistributedCollective(Collective):
         return self._known
 
     def device_mesh(self) -> DeviceMesh:
-        """The mesh's groups as torch's DeviceMesh, for DTensor or FSDP. Every rank calls it. An axis of size 1 gets a group of one.
+        """The mesh's groups as torch's DeviceMesh, for DTensor or FSDP. Every rank calls it.
+
+        An axis of size 1 gets a group of one rank, at the first call.
 
         Raises:
             CollectiveStateError: there is no mesh, or the collective is not set up.
@@ -107,14 +109,15 @@ class TorchDistributedCollective(Collective):
         if self.mesh is None or self._root is not self:
             raise CollectiveStateError("device_mesh() needs the world's collective with a mesh={...}.")
         names, shape = tuple(self.mesh.axes), tuple(self.mesh.axes.values())
-        alone = Partition((self.rank,))
-        groups = [
-            self[name]._group or self._new_group((self.rank,), alone, f"{name} alone/{self.rank}") for name in names
-        ]
+        for name in names:
+            sub = self[name]
+            if sub._group is None:
+                sub._group = self._new_group(sub.ranks, Partition(sub.ranks), sub._scope)
+        groups = [self[name]._group for name in names]
         ranks = torch.arange(self.world_size).reshape(shape)
-        if len(groups) == 1:
-            return DeviceMesh.from_group(groups[0], self.device.type, mesh=ranks, mesh_dim_names=names)
-        return DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=names)
+        return DeviceMesh.from_group(
+            groups if len(groups) > 1 else groups[0], self.device.type, mesh=ranks, mesh_dim_names=names
+        )
 
     # -- set-up --------------------------------------------------------------------------------------------------------
 
@@ -265,7 +268,7 @@ def _group_named(name: str) -> Iterator[None]:
     with different numbers, as after a split, then wait for each other for ever.
     """
     original = distributed_c10d._process_group_name
-    distributed_c10d._process_group_name = lambda ranks, use_hashed_name: name
+    distributed_c10d._process_group_name = lambda ranks, use_hashed_name: distributed_c10d.GroupName(name)
     try:
         yield
     finally:

@@ -26,6 +26,7 @@ def signatures_are_those_of_the_table(collective: Collective, expect: Expect) ->
 def a_rank_outside_the_collective_is_refused(collective: Collective, expect: Expect) -> None:
     n = collective.world_size
     x = torch.ones(n)
+    bad: Any
     calls: tuple[tuple[str, Callable[[Any], Any]], ...] = (
         ("broadcast", lambda rank: collective.broadcast(x, src=rank)),
         ("scatter", lambda rank: collective.scatter(x, src=rank)),
@@ -38,11 +39,11 @@ def a_rank_outside_the_collective_is_refused(collective: Collective, expect: Exp
     )
     for name, call in calls:
         for bad in (n, -1, n + 7):
-            expect.raises(ValueError, "rank world", lambda: call(bad), f"{name} with rank {bad}")  # noqa: B023
+            expect.raises(ValueError, "rank world", lambda: call(bad), f"{name} with rank {bad}")
         for bad in ([0], None, 0.5, "0", True):
             if name == "reduce" and bad is None:
                 continue  # which means every rank
-            expect.raises(TypeError, "rank", lambda: call(bad), f"{name} with rank {bad!r}")  # noqa: B023
+            expect.raises(TypeError, "rank", lambda: call(bad), f"{name} with rank {bad!r}")
         expect.bits(collective.all_reduce(torch.ones(1)), np.full(1, n), torch.float32, f"the call after {name}")
 
 
@@ -50,6 +51,7 @@ def a_rank_outside_the_collective_is_refused(collective: Collective, expect: Exp
 def a_wrong_dim_is_refused(collective: Collective, expect: Expect) -> None:
     n = collective.world_size
     x = torch.ones(n, n)
+    bad: Any
     calls: tuple[tuple[str, Callable[..., Any]], ...] = (
         ("all_gather", lambda dim, y=x: collective.all_gather(y, dim)),
         ("gather", lambda dim, y=x: collective.gather(y, 0, dim)),
@@ -61,10 +63,10 @@ def a_wrong_dim_is_refused(collective: Collective, expect: Expect) -> None:
     )
     for name, call in calls:
         for bad in (2, -3):
-            expect.raises(ValueError, "dim 2", lambda: call(bad), f"{name} along dim {bad}")  # noqa: B023
+            expect.raises(ValueError, "dim 2", lambda: call(bad), f"{name} along dim {bad}")
         for bad in ("0", 0.5, True, [0]):
-            expect.raises(TypeError, "dim", lambda: call(bad), f"{name} along dim {bad!r}")  # noqa: B023
-        expect.raises(ValueError, "dim", lambda: call(0, torch.tensor(1.0)), f"{name} of a 0-dim tensor")  # noqa: B023
+            expect.raises(TypeError, "dim", lambda: call(bad), f"{name} along dim {bad!r}")
+        expect.raises(ValueError, "dim", lambda: call(0, torch.tensor(1.0)), f"{name} of a 0-dim tensor")
     expect.bits(collective.all_reduce(torch.ones(1)), np.full(1, n), torch.float32, "the next call")
 
 
@@ -83,13 +85,13 @@ def wrong_sizes_are_refused(collective: Collective, expect: Expect) -> None:
     for name, call in calls:
         bads: list[Any] = [[2] * (n + 1), [3] * n, [-1, *fitting[1:]], [2.0] * n]
         for bad in bads:
-            expect.raises((ValueError, TypeError), "sizes", lambda: call(bad), f"{name} sizes {bad}")  # noqa: B023
+            expect.raises((ValueError, TypeError), "sizes", lambda: call(bad), f"{name} sizes {bad}")
         for bad in ("22", 2, torch.tensor(fitting)):
-            expect.raises(TypeError, "sizes", lambda: call(bad), f"{name} sizes {bad!r}")  # noqa: B023
+            expect.raises(TypeError, "sizes", lambda: call(bad), f"{name} sizes {bad!r}")
     if n > 1:
         uneven = torch.ones(2 * n + 1)
         for name in ("reduce_scatter", "scatter", "all_to_all", "shard"):
-            act = lambda: getattr(collective, name)(uneven)  # noqa: B023, E731
+            act = lambda: getattr(collective, name)(uneven)  # noqa: E731
             expect.raises(ValueError, f"{2 * n + 1} {n} sizes", act, f"{name} of a length that cannot be shared")
     expect.bits(collective.all_reduce(torch.ones(1)), np.full(1, n), torch.float32, "the next call")
 
@@ -106,15 +108,15 @@ def other_wrong_arguments_are_refused(collective: Collective, expect: Expect) ->
         (3, TypeError),
         ([("0", 0)], TypeError),
     ):
-        expect.raises(kind, "", lambda: collective.permute(x, bad), f"permute {bad}")  # noqa: B023
+        expect.raises(kind, "", lambda: collective.permute(x, bad), f"permute {bad}")
     for bad in ("1", 1.0, None):
-        expect.raises(TypeError, "offset", lambda: collective.shift(x, bad), f"shift by {bad!r}")  # noqa: B023
+        expect.raises(TypeError, "offset", lambda: collective.shift(x, bad), f"shift by {bad!r}")
     for bad in ("all", "sum", 1):
-        expect.raises(ValueError, "replicate invariant", lambda: collective.all_gather(x, to=bad), f"to={bad!r}")  # noqa: B023
-        expect.raises(ValueError, "replicate invariant", lambda: collective.all_reduce(x, to=bad), f"to={bad!r}")  # noqa: B023
-        expect.raises(ValueError, "replicate invariant", lambda: collective.broadcast(x, to=bad), f"to={bad!r}")  # noqa: B023
-        expect.raises(ValueError, "replicate invariant", lambda: collective.reduce(x, to=bad), f"to={bad!r}")  # noqa: B023
-        expect.raises(ValueError, "replicate invariant", lambda: collective.shard(x, of=bad), f"of={bad!r}")  # noqa: B023
+        expect.raises(ValueError, "replicate invariant", lambda: collective.all_gather(x, to=bad), f"to={bad!r}")
+        expect.raises(ValueError, "replicate invariant", lambda: collective.all_reduce(x, to=bad), f"to={bad!r}")
+        expect.raises(ValueError, "replicate invariant", lambda: collective.broadcast(x, to=bad), f"to={bad!r}")
+        expect.raises(ValueError, "replicate invariant", lambda: collective.reduce(x, to=bad), f"to={bad!r}")
+        expect.raises(ValueError, "replicate invariant", lambda: collective.shard(x, of=bad), f"of={bad!r}")
     expect.raises(TypeError, "name", lambda: collective.barrier(3), "barrier(3)")  # type: ignore[arg-type]
     expect.raises(ValueError, "int64", lambda: collective.all_gather(2**64), "an int that does not fit")
     expect.bits(collective.all_reduce(torch.ones(1)), np.full(1, n), torch.float32, "the next call")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, namedtuple
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +42,7 @@ def containers_keep_their_types(collective: Collective, expect: Expect) -> None:
     n, rank = collective.world_size, collective.rank
     inputs = [numbers(torch.float32, (n,), other) for other in range(n)]
     x, gathered = inputs[rank], np.stack([raw(y) for y in inputs])
-    for container, find in (
+    examples: tuple[tuple[Any, Callable[[Any], Tensor]], ...] = (
         ([x, x], lambda y: y[1]),
         ((x,), lambda y: y[0]),
         ({"b": x, "a": x}, lambda y: y["b"]),
@@ -51,7 +52,8 @@ def containers_keep_their_types(collective: Collective, expect: Expect) -> None:
         (Record(x), lambda y: y.a),
         (Frozen(x), lambda y: y.a),
         ([{"deep": (Frozen(x),)}], lambda y: y[0]["deep"][0].a),
-    ):
+    )
+    for container, find in examples:
         kind = type(container)
         result = collective.all_gather(container)
         expect.same(type(result), kind, f"type after all_gather of {kind.__name__}")
@@ -108,9 +110,9 @@ def strings_and_none_are_refused_and_the_object_method_named(collective: Collect
     for bad in ("hi", None, {"x": torch.ones(n), "id": None}, [torch.ones(n), "a"], object(), b"bytes", {1, 2}):
         for name in ("all_gather", "broadcast", "gather", "scatter"):
             call: Any = getattr(collective, name)
-            expect.raises(TypeError, f"{name} {name}_object", lambda: call(bad), f"{name}({type(bad).__name__})")  # noqa: B023
-        expect.raises(TypeError, "all_reduce tensor", lambda: collective.all_reduce(bad), "all_reduce")  # noqa: B023
-        expect.raises(TypeError, "shift tensor", lambda: collective.shift(bad), "shift")  # noqa: B023
+            expect.raises(TypeError, f"{name} {name}_object", lambda: call(bad), f"{name}({type(bad).__name__})")
+        expect.raises(TypeError, "all_reduce tensor", lambda: collective.all_reduce(bad), "all_reduce")
+        expect.raises(TypeError, "shift tensor", lambda: collective.shift(bad), "shift")
     words = "x['id'] None"
     bad_leaf = {"x": torch.ones(1), "id": None}
     expect.raises(TypeError, words, lambda: collective.all_gather(bad_leaf), "the place of the leaf is named")
@@ -124,6 +126,6 @@ def tensors_without_ordinary_memory_are_refused(collective: Collective, expect: 
         (torch.ones(2, 2).to_sparse(), "layout to_dense"),
         (torch.ones(2, device="meta"), "meta"),
     ):
-        expect.raises(TypeError, words, lambda: collective.all_gather(bad), "all_gather")  # noqa: B023
-        expect.raises(TypeError, words, lambda: collective.all_reduce([bad]), "all_reduce")  # noqa: B023
+        expect.raises(TypeError, words, lambda: collective.all_gather(bad), "all_gather")
+        expect.raises(TypeError, words, lambda: collective.all_reduce([bad]), "all_reduce")
     expect.bits(collective.all_reduce(torch.ones(1)), np.full(1, n), torch.float32, "the next call")

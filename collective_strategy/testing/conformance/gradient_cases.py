@@ -13,7 +13,7 @@ from torch import Tensor
 from collective_strategy.collectives import Collective
 from collective_strategy.collectives.operations import SpmdType, operation
 
-Values = list[np.ndarray]
+Values = list[Any]  # of arrays
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class Case:
     operation: str
     key: str
     label: str
-    call: Callable[[Tensor], Tensor]
+    call: Callable[..., Tensor]
     shapes: Sequence[tuple[int, ...]]
-    forward: Callable[[Values], Values]
-    backward: Callable[[Values], Values]
+    forward: Callable[..., Values]
+    backward: Callable[..., Values]
 
     @property
     def name(self) -> str:
@@ -60,13 +60,15 @@ def sampled(kind: SpmdType, shapes: Sequence[tuple[int, ...]], seed: int, cotang
 
 def product(kind: SpmdType, left: Values, right: Values) -> float:
     """The inner product of values and cotangents of a type over all ranks."""
-    total = sum(float(np.sum(a * b)) for a, b in zip(left, right))
+    total = sum(float(np.sum(a * b)) for a, b in zip(left, right, strict=True))
     return total / len(left) if kind == "invariant" else total
 
 
 def cases(c: Collective) -> Iterator[Case]:
     """All pairs with several arguments each, for this collective."""
     n = c.world_size
+    call: Callable[..., Any]
+    back: Callable[..., Any]
     yield from _reductions(c)
     yield from _along_a_dim(c)
     yield from _exchanges(c)
@@ -83,10 +85,12 @@ def cases(c: Collective) -> Iterator[Case]:
         yield Case("shift", "", f"by {offset}, wrap {wrap}", call, flat, there, back)
     for src in {0, n - 1}:
         copies = lambda xs, s=src: [xs[s]] * n  # noqa: E731
-        yield Case("broadcast", "replicate", f"from {src}", lambda x, s=src: c.broadcast(x, s, to="replicate"), flat, copies,
-                   lambda ws, s=src: [sum(ws) if k == s else 0 * ws[k] for k in range(n)])  # fmt: skip
-        yield Case("broadcast", "invariant", f"from {src}", lambda x, s=src: c.broadcast(x, s, to="invariant"), flat, copies,
-                   lambda ws, s=src: [ws[k] if k == s else 0 * ws[k] for k in range(n)])  # fmt: skip
+        call = lambda x, s=src: c.broadcast(x, s, to="replicate")  # noqa: E731
+        back = lambda ws, s=src: [_sum(ws) if k == s else 0 * ws[k] for k in range(n)]  # noqa: E731
+        yield Case("broadcast", "replicate", f"from {src}", call, flat, copies, back)
+        call = lambda x, s=src: c.broadcast(x, s, to="invariant")  # noqa: E731
+        back = lambda ws, s=src: [ws[k] if k == s else 0 * ws[k] for k in range(n)]  # noqa: E731
+        yield Case("broadcast", "invariant", f"from {src}", call, flat, copies, back)
 
 
 def _reductions(c: Collective) -> Iterator[Case]:
@@ -94,29 +98,29 @@ def _reductions(c: Collective) -> Iterator[Case]:
     for method in ("all_reduce", "reduce"):
         for op, scale in (("sum", 1.0), ("mean", 1.0 / n)):
             for shape in ((4, 3), ()):
-                call: Any = getattr(c, method)
-                total = lambda xs, f=scale: [f * sum(xs)] * n  # noqa: E731
-                yield Case(method, "replicate", f"{op} {shape}", lambda x, f=call, o=op: f(x, o, to="replicate"), [shape] * n,
-                           total, total)  # fmt: skip
-                yield Case(method, "invariant", f"{op} {shape}", lambda x, f=call, o=op: f(x, o, to="invariant"), [shape] * n,
-                           total, lambda ws, f=scale: [f * w for w in ws])  # fmt: skip
-    yield Case("replicate", "", "", c.replicate, [(4, 3)] * n, list, lambda ws: [sum(ws)] * n)
+                method_of = getattr(c, method)
+                total = lambda xs, f=scale: [f * _sum(xs)] * n  # noqa: E731
+                scaled = lambda ws, f=scale: [f * w for w in ws]  # noqa: E731
+                for to, back in (("replicate", total), ("invariant", scaled)):
+                    call = lambda x, f=method_of, o=op, t=to: f(x, o, to=t)  # noqa: E731
+                    yield Case(method, to, f"{op} {shape}", call, [shape] * n, total, back)
+    yield Case("replicate", "", "", c.replicate, [(4, 3)] * n, list, lambda ws: [_sum(ws)] * n)
 
 
 def _along_a_dim(c: Collective) -> Iterator[Case]:
     n = c.world_size
     stacked = lambda xs: [np.stack(xs)] * n  # noqa: E731
     yield Case("all_gather", "replicate", "stacked", lambda x: c.all_gather(x, to="replicate"), [(2, 3)] * n, stacked,
-               lambda ws: list(sum(ws)))  # fmt: skip
+               lambda ws: list(_sum(ws)))  # fmt: skip
     yield Case("all_gather", "invariant", "stacked", lambda x: c.all_gather(x, to="invariant"), [(2, 3)] * n, stacked,
                lambda ws: [w[k] for k, w in enumerate(ws)])  # fmt: skip
     yield Case("all_gather", "replicate", "stacked 0-dim", lambda x: c.all_gather(x, to="replicate"), [()] * n, stacked,
-               lambda ws: list(sum(ws)))  # fmt: skip
+               lambda ws: list(_sum(ws)))  # fmt: skip
     numels = [(k + 1) * (4 - k) for k in range(n)]
     flat = lambda x: torch.cat([piece.reshape(-1) for piece in c.all_gather(x, ragged=True, to="replicate")])  # noqa: E731
     yield Case("all_gather", "replicate", "list of uneven pieces", flat, [(k + 1, 4 - k) for k in range(n)],
                lambda xs: [np.concatenate([x.reshape(-1) for x in xs])] * n,
-               lambda ws: [part.reshape(k + 1, 4 - k) for k, part in enumerate(_cut(sum(ws), numels, 0))])  # fmt: skip
+               lambda ws: [part.reshape(k + 1, 4 - k) for k, part in enumerate(_cut(_sum(ws), numels, 0))])  # fmt: skip
     for label, sizes in (
         ("even", [2] * n),
         ("uneven", [k + 1 for k in range(n)]),
@@ -139,14 +143,14 @@ def _one_cut(c: Collective, label: str, sizes: list[int], dim: int) -> Iterator[
     even = len(set(sizes)) == 1
     given: dict[str, Any] = {} if even else {"sizes": sizes}
     for to in ("replicate", "invariant"):
-        back = (lambda ws: _cut(sum(ws), sizes, at)) if to == "replicate" else own
+        back = (lambda ws: _cut(_sum(ws), sizes, at)) if to == "replicate" else own
         yield Case("all_gather", to, label, lambda x, t=to: c.all_gather(x, dim, to=t, **given), mine, joined, back)
         if not even:
             call = lambda x, t=to: c.all_gather(x, dim, ragged=True, to=t)  # noqa: E731
             yield Case("all_gather", to, f"{label}, sizes exchanged", call, mine, joined, back)
     for op, scale in (("sum", 1.0), ("mean", 1.0 / n)):
         yield Case("reduce_scatter", "", f"{op} {label}", lambda x, o=op: c.reduce_scatter(x, o, dim, **given), full,
-                   lambda xs, f=scale: [f * part for part in _cut(sum(xs), sizes, at)],
+                   lambda xs, f=scale: [f * part for part in _cut(_sum(xs), sizes, at)],
                    lambda ws, f=scale: [f * np.concatenate(ws, at)] * n)  # fmt: skip
     yield Case("shard", "invariant", label, lambda x: c.shard(x, dim, **given), full, own, joined)
     yield Case("shard", "replicate", label, lambda x: c.shard(x, dim, of="replicate", **given), full, own,
@@ -165,8 +169,19 @@ def _exchanges(c: Collective) -> Iterator[Case]:
         back = lambda ws, s=split_dim, t=concat_dim: _exchanged(ws, [[ws[0].shape[t] // n] * n] * n, t, s)  # noqa: E731
         call = lambda x, s=split_dim, t=concat_dim: c.all_to_all(x, s, t)  # noqa: E731
         yield Case("all_to_all", "", f"{split_dim} to {concat_dim}", call, [shape] * n, there, back)
+    for label, (before, after), wrap in (
+        ("zeros outside", (1, 1), False),
+        ("periodic", (1, 1), True),
+        ("one side", (2, 0), False),
+        ("uneven", (1, 2), True),
+    ):
+        lengths = [2 + k % 2 for k in range(n)]
+        yield Case("halo_exchange", "", label, lambda x, w=(before, after), p=wrap: c.halo_exchange(x, 1, w, wrap=p),
+                   [(2, length) for length in lengths],
+                   lambda xs, b=before, a=after, p=wrap: _with_borders(xs, b, a, p),
+                   lambda ws, b=before, a=after, p=wrap: _borders_added(ws, b, a, p))  # fmt: skip
     sent = [[(source + 2 * target) % 3 for target in range(n)] for source in range(n)]
-    received = [list(column) for column in zip(*sent)]
+    received = [list(column) for column in zip(*sent, strict=True)]
     yield Case("all_to_all", "", "uneven", lambda x: c.all_to_all(x, sizes=(sent[rank], received[rank])),
                [(sum(row), 2) for row in sent], lambda xs: _exchanged(xs, sent, 0, 0),
                lambda ws: _exchanged(ws, received, 0, 0))  # fmt: skip
@@ -174,6 +189,10 @@ def _exchanges(c: Collective) -> Iterator[Case]:
     yield Case("all_to_all", "", "uneven, two dims", lambda x: c.all_to_all(x, 0, 1, sizes=(out, into)),
                [(sum(out), into[k]) for k in range(n)], lambda xs: _exchanged(xs, [out] * n, 0, 1),
                lambda ws: _exchanged(ws, [into] * n, 1, 0))  # fmt: skip
+
+
+def _sum(values: Values) -> np.ndarray:
+    return np.sum(np.stack(values), axis=0)
 
 
 def _cut(x: np.ndarray, sizes: list[int], dim: int) -> Values:
@@ -186,10 +205,37 @@ def _in_zeros(x: np.ndarray, rank: int, sizes: list[int], dim: int) -> np.ndarra
 
 
 def _exchanged(xs: Values, sent: list[list[int]], split_dim: int, concat_dim: int) -> Values:
-    chunks = [_cut(x, row, split_dim) for x, row in zip(xs, sent)]
+    chunks = [_cut(x, row, split_dim) for x, row in zip(xs, sent, strict=True)]
     return [np.concatenate([row[rank] for row in chunks], concat_dim) for rank in range(len(xs))]
 
 
 def _moved(pairs: list[tuple[int, int]]) -> Callable[[Values], Values]:
     sources = {target: source for source, target in pairs}
     return lambda xs: [xs[sources[k]] if k in sources else 0 * xs[k] for k in range(len(xs))]
+
+
+def _neighbour(rank: int, n: int, wrap: bool) -> int | None:
+    return rank % n if wrap or 0 <= rank < n else None
+
+
+def _with_borders(xs: Values, before: int, after: int, wrap: bool) -> Values:
+    n, rows = len(xs), xs[0].shape[0]
+    result = []
+    for k, x in enumerate(xs):
+        left, right = _neighbour(k - 1, n, wrap), _neighbour(k + 1, n, wrap)
+        parts = [np.zeros((rows, before)) if left is None else xs[left][:, xs[left].shape[1] - before :], x]
+        parts.append(np.zeros((rows, after)) if right is None else xs[right][:, :after])
+        result.append(np.concatenate(parts, 1))
+    return result
+
+
+def _borders_added(ws: Values, before: int, after: int, wrap: bool) -> Values:
+    n = len(ws)
+    result = [w[:, before : w.shape[1] - after].copy() for w in ws]
+    for k, w in enumerate(ws):
+        left, right = _neighbour(k - 1, n, wrap), _neighbour(k + 1, n, wrap)
+        if left is not None:
+            result[left][:, result[left].shape[1] - before :] += w[:, :before]
+        if right is not None:
+            result[right][:, :after] += w[:, w.shape[1] - after :]
+    return result

@@ -46,7 +46,7 @@ def _check_all(collective: Collective, expect: Expect) -> None:
             products.append(_check_case(case, 10 * seed, collective, expect))
             names.append(case.name)
     totals = np.sum(collective.all_gather_object(products), axis=0)
-    for name, (left, right) in zip(names, totals):
+    for name, (left, right) in zip(names, totals, strict=True):
         agree = abs(left - right) <= 1e-9 * (1 + abs(left))
         expect.true(agree, f"{name} is not the adjoint: sum of y w is {left}, sum of x grad is {right}")
 
@@ -72,7 +72,7 @@ def gradients_are_adjoints_along_every_axis(collective: Collective, expect: Expe
 def every_pair_of_the_table_is_tested(collective: Collective, expect: Expect) -> None:
     tested = {(case.operation, case.key) for case in cases(collective)}
     for row in OPERATIONS:
-        for key, pair in row.pairs:
+        for key, _ in row.pairs:
             expect.true((row.name, key) in tested, f"{row.name} {key!r} has no case")
     for case in cases(collective):  # the oracle itself: the two maps are adjoint
         source, destination = case.types

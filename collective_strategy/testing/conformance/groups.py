@@ -40,7 +40,7 @@ def ranks_count_within_the_group(collective: Collective, expect: Expect) -> None
                     expect.bits(reduced, np.array([float(sum(group.ranks))]), torch.float32, "reduce")
                 else:
                     expect.same((gathered, reduced), (None, None), "on the other ranks")
-        expect.raises(ValueError, f"{axis} rank", lambda: group.broadcast(x, n), "a rank outside the group")  # noqa: B023
+        expect.raises(ValueError, f"{axis} rank", lambda: group.broadcast(x, n), "a rank outside the group")
 
 
 @check("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_gather_object", "any", "shift", "all_reduce_",
@@ -114,7 +114,7 @@ def unions_of_axes_are_groups_of_their_own(collective: Collective, expect: Expec
     expect.bits(lane.all_gather(torch.tensor(rank)), np.array([rank]), torch.int64, "all_gather over an axis of size 1")
     expect.same(collective.data.ranks, collective["data"].ranks, "the data axis")
     for unknown in ("heads", ("data", "reader")):
-        expect.raises(KeyError, "data reader lane unions", lambda: collective[unknown], f"{unknown}")  # noqa: B023
+        expect.raises(KeyError, "data reader lane unions", lambda: collective[unknown], f"{unknown}")
 
 
 @check("split", "all_reduce")

@@ -78,7 +78,7 @@ def several_operations_may_be_in_flight(collective: Collective, expect: Expect) 
     sums = [torch.full((100 * (k + 1),), float(rank + k)) for k in range(4)]
     copies = [torch.full((50,), float(rank + k)) for k in range(4)]
     handles = []
-    for total, copy in zip(sums, copies):
+    for total, copy in zip(sums, copies, strict=True):
         handles += [collective.all_reduce_(total, async_op=True), collective.broadcast_(copy, n - 1, async_op=True)]
     for handle in reversed(handles):
         if not isinstance(handle, Handle):

@@ -153,7 +153,7 @@ def reductions_without_meaning_are_refused(collective: Collective, expect: Expec
             name = str(dtype).removeprefix("torch.")
             for method in (collective.all_reduce, collective.reduce, collective.reduce_scatter):
                 words = f"{op} {name} refused {method.__name__}"
-                expect.raises(TypeError, words, lambda: method(x, op), f"{method.__name__} {op} of {dtype}")  # noqa: B023
+                expect.raises(TypeError, words, lambda: method(x, op), f"{method.__name__} {op} of {dtype}")
     expect.bits(collective.all_reduce(torch.ones(1)), np.full(1, n), torch.float32, "the next call")
 
 
@@ -167,7 +167,7 @@ def operations_are_named_in_any_case(collective: Collective, expect: Expect) -> 
         expect.close(collective.reduce_scatter(x, op), mean[:1], x.dtype, op, 1e-6)
     for method in (collective.all_reduce, collective.reduce, collective.reduce_scatter, collective.all_reduce_):
         words = "avgg sum mean max min prod"
-        expect.raises(ValueError, words, lambda: method(x, "avgg"), method.__name__)  # noqa: B023
-        expect.raises(TypeError, "sum mean", lambda: method(x, None), method.__name__)  # type: ignore[arg-type]  # noqa: B023
+        expect.raises(ValueError, words, lambda: method(x, "avgg"), method.__name__)
+        expect.raises(TypeError, "sum mean", lambda: method(x, None), method.__name__)  # type: ignore[arg-type]
     expect.raises(ValueError, "avgg sum", lambda: collective.reduce_scatter_(x[:1], x, "avgg"), "reduce_scatter_")
     expect.bits(collective.all_reduce(torch.ones(1)), np.full(1, n), torch.float32, "the next call")

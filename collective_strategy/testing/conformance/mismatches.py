@@ -64,10 +64,10 @@ def a_refusal_on_one_rank_is_heard_by_all(collective: Collective, expect: Expect
     )
     for name, kind, call in cases:
         if c.rank == refusing:
-            expect.raises(kind, "", lambda: call(True), f"{name} on the refusing rank")  # noqa: B023
+            expect.raises(kind, "", lambda: call(True), f"{name} on the refusing rank")
         else:
             words = f"rank {refusing} refused {name}"
-            expect.raises(CollectiveMismatchError, words, lambda: call(False), f"{name} on the others")  # noqa: B023
+            expect.raises(CollectiveMismatchError, words, lambda: call(False), f"{name} on the others")
         expect.bits(c.all_reduce(torch.ones(1)), np.full(1, n), torch.float32, f"the call after {name}")
 
 

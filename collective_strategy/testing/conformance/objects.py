@@ -23,7 +23,7 @@ class Unpicklable:
 def objects_are_gathered_with_their_types(collective: Collective, expect: Expect) -> None:
     n, rank = collective.world_size, collective.rank
     for make in (
-        lambda k: (["p%d" % k, "q"], {"n": [k, [k]]}),
+        lambda k: ([f"p{k}", "q"], {"n": [k, [k]]}),
         lambda k: None if k % 2 else k,
         lambda k: "x" * 10 ** (2 * k),
         lambda k: b"",

@@ -14,7 +14,7 @@ from collective_strategy.testing.conformance.expect import Expect
 from collective_strategy.testing.conformance.suite import check
 
 _OPERATIONS = ("all_gather", "broadcast", "all_reduce", "reduce", "gather", "reduce_scatter", "scatter", "all_to_all",
-               "replicate", "shard", "shift", "permute")  # fmt: skip
+               "replicate", "shard", "shift", "permute", "halo_exchange")  # fmt: skip
 
 
 def _calls(collective: Collective) -> Iterator[tuple[str, Callable[[Tensor], Any]]]:
@@ -24,19 +24,21 @@ def _calls(collective: Collective) -> Iterator[tuple[str, Callable[[Tensor], Any
     yield "all_gather(ragged)", lambda x: collective.all_gather(x, ragged=True)
     yield "gather", lambda x: collective.gather(x, n - 1)
     for src in range(n):
-        yield f"broadcast from {src}", lambda x: collective.broadcast(x, src)  # noqa: B023
-        yield f"scatter from {src}", lambda x: collective.scatter(x, src)  # noqa: B023
+        yield f"broadcast from {src}", lambda x: collective.broadcast(x, src)
+        yield f"scatter from {src}", lambda x: collective.scatter(x, src)
     for op in ("sum", "mean", "max", "min", "prod"):
-        yield f"all_reduce {op}", lambda x: collective.all_reduce(x, op)  # noqa: B023
-        yield f"reduce {op}", lambda x: collective.reduce(x, op)  # noqa: B023
-        yield f"reduce {op} to 0", lambda x: collective.reduce(x, op, dst=0)  # noqa: B023
-        yield f"reduce_scatter {op}", lambda x: collective.reduce_scatter(x, op)  # noqa: B023
+        yield f"all_reduce {op}", lambda x: collective.all_reduce(x, op)
+        yield f"reduce {op}", lambda x: collective.reduce(x, op)
+        yield f"reduce {op} to 0", lambda x: collective.reduce(x, op, dst=0)
+        yield f"reduce_scatter {op}", lambda x: collective.reduce_scatter(x, op)
     yield "all_to_all", collective.all_to_all
     yield "replicate", collective.replicate
     yield "shard", collective.shard
     yield "shard of replicate", lambda x: collective.shard(x, of="replicate")
     yield "shift", collective.shift
     yield "shift by 0", lambda x: collective.shift(x, 0)
+    yield "halo_exchange", lambda x: collective.halo_exchange(x, 0, 1)
+    yield "halo_exchange of no width", lambda x: collective.halo_exchange(x, 0, 0)
     yield "permute", lambda x: collective.permute(x, [(k, n - 1 - k) for k in range(n)])
 
 

@@ -29,10 +29,7 @@ def meaningful_ops(dtype: torch.dtype) -> tuple[str, ...]:
 def expected_reduction(op: str, inputs: list[Tensor]) -> tuple[np.ndarray, torch.dtype]:
     """By numpy, from all ranks' inputs: values (wide for floats) and the dtype of the result."""
     dtype = inputs[0].dtype
-    if dtype in FLOATS:
-        arrays = [np.asarray(x.to(torch.float64).numpy()) for x in inputs]
-    else:
-        arrays = [raw(x) for x in inputs]
+    arrays = [raw(x.to(torch.float64) if dtype in FLOATS else x) for x in inputs]
     stacked = np.stack(arrays)
     if op == "mean":
         floating = dtype in FLOATS or dtype in COMPLEX

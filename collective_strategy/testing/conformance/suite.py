@@ -14,8 +14,9 @@ from collective_strategy.testing.runner import run_ranks
 
 _PACKAGE = "collective_strategy.testing.conformance"
 _THEMES = (
-    "movement", "reductions", "meaning", "layouts", "uneven", "containers", "objects", "decisions", "arguments", "purity",
-    "in_place", "groups", "mismatches", "missing_ranks", "lifecycle", "gradients", "gradient_rules",
+    "movement", "domains", "reductions", "meaning", "layouts", "uneven", "containers", "objects", "decisions",
+    "arguments", "purity", "in_place", "groups", "mismatches", "missing_ranks", "lifecycle", "gradients",
+    "gradient_rules",
 )  # fmt: skip
 WORLD_SIZES = (1, 2, 3, 4)
 
@@ -78,7 +79,7 @@ class Check:
         return f"{self.name}-{self.world_size}"
 
     def __call__(self) -> None:
-        settings = {**self.settings, **self.template.settings}
+        settings = {"timeout": 30, **self.settings, **self.template.settings}
         outcomes = run_ranks(
             self.world_size, perform, self.template.module, self.name, backend=self.backend, **settings
         )

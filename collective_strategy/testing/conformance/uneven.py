@@ -15,7 +15,7 @@ def _pieces(expect: Expect, actual: object, wanted: list[np.ndarray], dtype: tor
     if not isinstance(actual, list) or len(actual) != len(wanted):
         expect.true(False, f"{what}: expected a list of {len(wanted)} pieces, got {type(actual).__name__}")
         return
-    for rank, (piece, array) in enumerate(zip(actual, wanted)):
+    for rank, (piece, array) in enumerate(zip(actual, wanted, strict=True)):
         expect.bits(piece, array, dtype, f"{what}, piece {rank}")
 
 
@@ -51,7 +51,7 @@ def uneven_pieces_are_joined_along_a_dim(collective: Collective, expect: Expect)
         for dim in (0, 1, -1):
             for lengths in ([k + 1 for k in range(n)], [3 * (k % 2) for k in range(n)]):
                 shapes = [[2, 3, 2] for _ in range(n)]
-                for shape, length in zip(shapes, lengths):
+                for shape, length in zip(shapes, lengths, strict=True):
                     shape[dim] = length
                 inputs = [patterns(dtype, tuple(shape), other) for other, shape in enumerate(shapes)]
                 wanted = np.concatenate([raw(x) for x in inputs], dim)

@@ -36,6 +36,13 @@ def incomplete_window() -> Any:
 
 
 @scenario
+def one_process_window() -> Any:
+    model = Toy()
+    fit(model, [1.0] * 3, n=1, accumulate_grad_batches=2)
+    return model.w
+
+
+@scenario
 def used_on_one_rank() -> Any:
     class Branch(Toy):
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -280,6 +287,24 @@ def frozen_on_one_rank_is_refused() -> Any:
 
 
 @scenario
+def unfrozen_and_replaced() -> Any:
+    class Changing(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.u.requires_grad_(False)
+
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch == 1:
+                self.u.requires_grad_(True)
+                self.w = nn.Parameter(torch.tensor(0.0))
+                self.trainer.optimizers[0].param_groups[0]["params"][0] = self.w
+
+    model = Changing()
+    fit(model, [1.0, 2.0], max_epochs=2)
+    return [model.w, model.u]
+
+
+@scenario
 def sync_batchnorm_on_cpu() -> Any:
     class Norm(Toy):
         def __init__(self) -> None:
@@ -326,6 +351,8 @@ def buffers() -> Any:
 
 
 class Momentum(Toy):
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None: ...
+
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
@@ -339,17 +366,27 @@ def resume() -> Any:
     first = fit(half, data, max_epochs=1)
     path = os.path.join(shared_directory(), "resume.ckpt")
     first.save_checkpoint(path)
-    exists = os.path.exists(path)
+    exists, half_way = os.path.exists(path), half.w.item()
     resumed = Momentum()
     second = trainer(max_epochs=2)
     second.fit(resumed, loader(data), ckpt_path=path)
     return {
+        "half": half_way,
         "equal": straight.w.item() == resumed.w.item(),
         "steps": [t.global_step, second.global_step],
         "epochs": [t.current_epoch, second.current_epoch],
         "exists": exists,
         "left": sorted(name for name in os.listdir(shared_directory()) if "resume" in name),
     }
+
+
+@scenario
+def load_in_one_process() -> Any:
+    """The checkpoint that ``resume`` made half-way."""
+    model = Momentum()
+    t = trainer(1, max_epochs=1)
+    t.validate(model, loader([1.0]), ckpt_path=os.path.join(shared_directory(), "resume.ckpt"), verbose=False)
+    return [model.w, t.world_size]
 
 
 @scenario
@@ -581,6 +618,28 @@ def own_sampler() -> Any:
     return {
         name: [m.seen, m.validated] for name, m in (("weighted", weighted), ("ordered", ordered), ("random", random))
     }
+
+
+class Drawn(Values):
+    def __getitem__(self, i: int) -> Tensor:
+        return torch.rand(())
+
+
+@scenario
+def worker_seeds() -> Any:
+    class Sees(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[float] = []
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            self.seen += batch.tolist()
+            return super().training_step(batch, batch_idx)
+
+    L.seed_everything(1, workers=True)
+    model = Sees()
+    trainer().fit(model, DataLoader(Drawn([0.0] * 8), num_workers=1))
+    return model.seen
 
 
 @scenario

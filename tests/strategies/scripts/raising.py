@@ -4,20 +4,16 @@
 ``raising.py --all OUT``: every place on every rank, each on two freshly forked processes that already imported torch.
 """
 
-import json
-import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-from launching import free_port
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from toys import Values, rank, trainer
+from toys import Values, rank, run_forked, trainer
 
 from collective_strategy import Collective, CollectiveStrategy
 
@@ -129,49 +125,15 @@ def run(where: str, who: int, directory: str) -> None:
     print("\nFINISHED", flush=True)
 
 
-def fork_job(where: str, who: int, out: Path) -> list[int]:
-    """Starts two ranks in the standard way; returns their process ids."""
-    port = str(free_port())
-    pids = []
-    for r in range(2):
-        pid = os.fork()
-        if pid == 0:
-            os.environ |= {"RANK": str(r), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            log = os.open(out / f"{where}-{who}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            os.dup2(log, 1)
-            os.dup2(log, 2)
-            run(where, who, str(out / f"checkpoints-{where}-{who}"))
-            sys.exit(0)
-        pids.append(pid)
-    return pids
-
-
 def run_all(out: Path) -> None:
-    """A few jobs at a time: most of their time is waiting."""
     # Lightning calls prepare_data on the first rank of a node only
-    waiting = [(where, who) for where in PLACES for who in range(2) if (where, who) != ("prepare_data", 1)]
-    running: dict[tuple[str, int], tuple[float, list[int], dict[int, int]]] = {}
-    results = {}
-    while waiting or running:
-        while waiting and len(running) < 3:
-            job = waiting.pop(0)
-            running[job] = (time.monotonic(), fork_job(*job, out), {})
-        for job, (started, pids, codes) in list(running.items()):
-            seconds = time.monotonic() - started
-            for r, pid in enumerate(pids):
-                if r not in codes:
-                    done, status = os.waitpid(pid, os.WNOHANG)
-                    if done:
-                        codes[r] = os.waitstatus_to_exitcode(status)
-                    elif seconds > TIMEOUT + 10:
-                        os.kill(pid, 9)
-            if len(codes) == 2:
-                where, who = job
-                log = (out / f"{where}-{who}.log").read_text(errors="replace")
-                results[f"{where}-{who}"] = {"codes": [codes[0], codes[1]], "seconds": seconds, "log": log}
-                del running[job]
-        time.sleep(0.02)
-    (out / "rank0.json").write_text(json.dumps(results))
+    jobs = {
+        f"{where}-{who}": lambda where=where, who=who: run(where, who, str(out / f"checkpoints-{where}-{who}"))
+        for where in PLACES
+        for who in range(2)
+        if (where, who) != ("prepare_data", 1)
+    }
+    run_forked(jobs, out, deadline=TIMEOUT + 10)
 
 
 if __name__ == "__main__":

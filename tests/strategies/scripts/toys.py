@@ -2,7 +2,9 @@
 
 import json
 import os
+import signal
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -11,6 +13,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from launching import free_port
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -52,6 +55,48 @@ def plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [plain(v) for v in value]
     return value
+
+
+def run_forked(jobs: dict[str, Callable[[], None]], out: Path, deadline: float, at_once: int = 3) -> None:
+    """Each job on two ranks that are forked from this process, which has imported everything already.
+
+    A few at a time, because most of their time is waiting. Writes codes, seconds and the common output of each.
+    """
+    waiting, running, results = list(jobs), {}, {}
+    while waiting or running:
+        while waiting and len(running) < at_once:
+            name = waiting.pop(0)
+            running[name] = (time.monotonic(), _fork(jobs[name], out / f"{name}.log"), {})
+        for name, (started, pids, codes) in list(running.items()):
+            seconds = time.monotonic() - started
+            for r, pid in enumerate(pids):
+                if r not in codes:
+                    done, status = os.waitpid(pid, os.WNOHANG)
+                    if done:
+                        codes[r] = os.waitstatus_to_exitcode(status)
+                    elif seconds > deadline:
+                        os.kill(pid, signal.SIGKILL)
+            if len(codes) == 2:
+                log = (out / f"{name}.log").read_text(errors="replace")
+                results[name] = {"codes": [codes[0], codes[1]], "seconds": seconds, "log": log}
+                del running[name]
+        time.sleep(0.02)
+    (out / "rank0.json").write_text(json.dumps(results))
+
+
+def _fork(job: Callable[[], None], path: Path) -> list[int]:
+    port, pids = str(free_port()), []
+    for r in range(2):
+        pid = os.fork()
+        if pid == 0:
+            os.environ |= {"RANK": str(r), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            job()
+            sys.exit(0)
+        pids.append(pid)
+    return pids
 
 
 class Values(Dataset):
