@@ -316,7 +316,7 @@ class CollectiveBase(ABC):
             sub = object.__new__(SingleProcessCollective)  # type: ignore[assignment]
         sub.__dict__.update(self.__dict__)
         sub.rank, sub.world_size, sub.ranks = ranks.index(self.global_rank), len(ranks), ranks
-        sub.name, sub.axis, sub.broken, sub.counters = name, axis, None, Counters()
+        sub.name, sub.axis, sub.broken, sub.counters, sub.mesh = name, axis, None, Counters(), None
         sub._subgroups, sub._default_to, sub._calls, sub._current = {}, default_to, 0, ""
         sub._checker = sub._watch = sub._group = None
         # What the members agree on, and no other group of this set-up has. Not the name of a split: equal colors may
