@@ -59,6 +59,7 @@ def _pair(name: str, forward: Raw, backward: Differentiable) -> Differentiable:
 
     def apply(collective: Any, x: Tensor, *settings: Any) -> Tensor:
         if (torch.is_grad_enabled() and x.requires_grad) or _transformed():
+            collective._root._differentiated = True
             result: Tensor = Function.apply(x, collective, settings)
             return result
         return forward(collective, x, *settings)

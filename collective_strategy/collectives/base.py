@@ -102,6 +102,7 @@ class CollectiveBase(ABC):
         self.counters = Counters()
         self._root: CollectiveBase = self
         self._outside: str | None = None
+        self._differentiated = False  # a collective with a backward was called; the gradient engine asks
         self._subgroups: dict[Any, Any] = {}
         self._default_to: str | None = "replicate"
         self._calls = 0

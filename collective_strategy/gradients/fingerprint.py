@@ -1,7 +1,9 @@
-"""Do all ranks hold the same tensors? Compared by name, shape, dtype and ``requires_grad``."""
+"""Do all ranks hold the same tensors? Compared by name, shape, dtype, ``requires_grad`` and role."""
+
+from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -19,10 +21,13 @@ class TensorEntry:
     shape: tuple[int, ...]
     dtype: str
     requires_grad: bool
+    role: str = ""
 
     @classmethod
-    def of(cls, name: str, tensor: Tensor) -> "TensorEntry":
-        return cls(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.requires_grad)
+    def of(cls, name: str, tensor: Tensor, role: str = "") -> TensorEntry:
+        """The entry of a tensor."""
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return cls(name, tuple(tensor.shape), dtype, tensor.requires_grad, role)
 
 
 def parameter_entries(module: nn.Module) -> list[TensorEntry]:
@@ -50,30 +55,64 @@ def agree(collective: Collective, entries: Sequence[TensorEntry], what: str = "p
         CollectiveMismatchError: on every rank, with the same text, naming the first tensor that differs
             and the ranks.
     """
+    agree_in_groups(collective, {tuple(range(collective.world_size)): entries}, "", what)
+
+
+def agree_in_groups(
+    collective: Collective,
+    entries: Mapping[tuple[int, ...], Sequence[TensorEntry]],
+    layout: str,
+    what: str = "parameter",
+) -> bool:
+    """Compares, for each group of ranks of ``collective`` that this rank is in, its tensors over the group's ranks.
+
+    Called by every rank of the collective; one short message per rank unless something differs.
+
+    Args:
+        collective: all ranks concerned.
+        entries: this rank's tensors by group (ranks of ``collective``).
+        layout: any text; whether it is equal on all ranks is the result.
+        what: how the error calls a tensor.
+
+    Raises:
+        CollectiveMismatchError: on every rank, with the same text, naming the first tensor that differs and the ranks.
+    """
     if collective.world_size == 1:
-        return
-    digest = hashlib.sha256(repr(list(entries)).encode()).hexdigest()
-    digests = collective.all_gather_object(digest)
-    if all(other == digests[0] for other in digests):
-        return
-    per_rank = collective.all_gather_object(list(entries))
-    for position, other in enumerate(per_rank):
-        if digests[position] != digests[0]:
-            difference = _first_difference(collective.ranks, per_rank[0], position, other, what)
-            raise CollectiveMismatchError(
-                f"The ranks hold different models: {difference}."
-                f" Every rank must build the same {what}s in the same order, because rank r's n-th one is reduced"
-                " with the n-th one of all others. Build the model the same way on every rank (the same files,"
-                " options and branches), or share the weights of one rank before training."
-            )
+        return True
+    digests = {group: hashlib.sha256(repr(list(own)).encode()).hexdigest() for group, own in entries.items()}
+    gathered: list[tuple[dict[tuple[int, ...], str], str]] = collective.all_gather_object((digests, layout))
+    pair = _first_difference_in(gathered)
+    if pair is not None:
+        group, one, other = pair
+        per_rank: list[list[TensorEntry]] = collective.all_gather_object(list(entries.get(group, ())))
+        difference = _first_difference(collective.ranks[one], per_rank[one], collective.ranks[other], per_rank[other], what)
+        raise CollectiveMismatchError(
+            f"The ranks hold different models: {difference}. Every rank of ranks {list(group)} must build the same {what}s in "
+            "the same order, because one's n-th is reduced with the n-th of the others. Build the model the same way on every "
+            "rank (the same files, options, branches and marks), or share the weights of one rank before training."
+        )
+    return all(other == gathered[0][1] for _, other in gathered)
+
+
+def _first_difference_in(
+    gathered: Sequence[tuple[dict[tuple[int, ...], str], str]],
+) -> tuple[tuple[int, ...], int, int] | None:
+    for rank, (digests, _) in enumerate(gathered):
+        for group, digest in digests.items():
+            if rank != group[0] and gathered[group[0]][0].get(group) != digest:
+                return group, group[0], rank
+    for digests, _ in gathered:  # a group that one of its members does not have
+        for group in digests:
+            for member in group:
+                if group not in gathered[member][0]:
+                    return group, group[0] if group[0] != member else group[1], member
+    return None
 
 
 def _first_difference(
-    ranks: Sequence[int], first: Iterable[TensorEntry], position: int, other: Iterable[TensorEntry], what: str
+    rank_first: int, first: Sequence[TensorEntry], rank_other: int, other: Sequence[TensorEntry], what: str
 ) -> str:
-    first, other = list(first), list(other)
     names_first, names_other = {entry.name for entry in first}, {entry.name for entry in other}
-    rank_first, rank_other = ranks[0], ranks[position]
     for mine, theirs in zip_longest(first, other):
         if mine == theirs:
             continue
@@ -81,12 +120,12 @@ def _first_difference(
             return f"rank {rank_other} has {what} {theirs.name} {theirs.shape} that rank {rank_first} lacks"
         if mine is not None and mine.name not in names_other:
             return f"rank {rank_first} has {what} {mine.name} {mine.shape} that rank {rank_other} lacks"
-        if mine is None or theirs is None:
-            continue  # the lists have different lengths, so one of them has a name that the other lacks
-        if mine.name != theirs.name:
-            return f"rank {rank_first} has {what} {mine.name} where rank {rank_other} has {theirs.name}"
-        for aspect in ("shape", "dtype", "requires_grad"):
+        if mine is None or theirs is None or mine.name != theirs.name:
+            return f"rank {rank_first} and rank {rank_other} name their {what}s differently"
+        for aspect in ("shape", "dtype", "requires_grad", "role"):
             ours, others = getattr(mine, aspect), getattr(theirs, aspect)
             if ours != others:
-                return f"{what} {mine.name} has {aspect} {ours} on rank {rank_first} and {others} on rank {rank_other}"
+                return (
+                    f"{what} {mine.name} has {aspect} {ours} on rank {rank_first} and {others} on rank {rank_other}"
+                )
     return f"rank {rank_first} and rank {rank_other} name their {what}s differently"

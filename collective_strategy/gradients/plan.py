@@ -1,92 +1,166 @@
-"""The agreed list of parameters, and the one flat reduction per dtype that serves them."""
+"""Buckets: which gradients travel together, and in which order."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from collective_strategy.collectives.collective import Collective
+from collective_strategy.collectives.handles import CompletedHandle, Handle
+from collective_strategy.gradients.inventory import Communicators, Inventory, Route
 
 
-@dataclass
-class ReductionPlan:
-    """Names and parameters in the order that all ranks agreed on; shared parameters appear once."""
+@dataclass(frozen=True)
+class BucketSizes:
+    """Bytes: a gradient of ``large`` or more travels alone and uncopied; others are packed up to ``packed``, the first
+    bucket, which is ready last of all to be useful and first of all to start, up to ``first``."""
 
-    names: list[str]
-    parameters: list[nn.Parameter]
-    index: dict[int, int] = field(default_factory=dict)
-    signature: list[tuple[int, torch.Size, torch.dtype]] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, module: nn.Module) -> "ReductionPlan":
-        named = list(module.named_parameters())
-        parameters = [parameter for _, parameter in named]
-        return cls(
-            names=[name for name, _ in named],
-            parameters=parameters,
-            index={id(parameter): i for i, parameter in enumerate(parameters)},
-            signature=_signature(parameters),
-        )
-
-    def is_stale(self, module: nn.Module) -> bool:
-        """Whether a parameter was added, removed, replaced or changed its dtype since the plan was made."""
-        return _signature(module.parameters()) != self.signature
+    large: int = 256 << 10
+    packed: int = 4 << 20
+    first: int = 1 << 20
 
 
-def _signature(
-    parameters: Sequence[nn.Parameter] | Iterator[nn.Parameter],
-) -> list[tuple[int, torch.Size, torch.dtype]]:
-    return [(id(parameter), parameter.shape, parameter.dtype) for parameter in parameters]
+class Bucket:
+    """Gradients of one route, dtype and device that are reduced by one all-reduce.
 
-
-def reduce_dense(
-    collective: Collective, parameters: Sequence[nn.Parameter], fresh: Sequence[Tensor | None]
-) -> list[Tensor]:
-    """The mean over the ranks of each gradient, with zeros where a rank has none.
-
-    Called by every rank with the same parameters in the same order. One all-reduce per dtype and device.
-    Each gradient is scaled by 1/n *before* the sum, as DistributedDataParallel does, so that the results are
-    bit-equal to it at two ranks and large fp16 gradients do not overflow in the sum.
-
-    Returns:
-        One tensor of the parameter's shape each, views of the flat buffers.
+    Args:
+        members: Indices into the inventory.
+        inventory: Where the parameters are.
+        route: Their way.
+        group: The collective of the route.
+        wire: The dtype on the way.
     """
-    scale = 1.0 / collective.world_size
-    results: list[Tensor] = [torch.empty(0)] * len(parameters)
-    groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for i, parameter in enumerate(parameters):
-        groups.setdefault((parameter.dtype, parameter.device), []).append(i)
-    for (dtype, device), members in groups.items():
-        flat = torch.empty(sum(parameters[i].numel() for i in members), dtype=dtype, device=device)
-        offset = 0
-        for i in members:
-            view = flat[offset : offset + parameters[i].numel()]
-            gradient = fresh[i]
+
+    def __init__(self, members: list[int], inventory: Inventory, route: Route, group: Collective, wire: torch.dtype) -> None:
+        self.members = members
+        self.route = route
+        self.group = group
+        self._parameters = [inventory.parameters[i] for i in members]
+        self._wire = wire
+        self._device = self._parameters[0].device
+        self._numels = [parameter.numel() for parameter in self._parameters]
+        self._buffer: Tensor | None = None
+        self._views: list[Tensor] = []
+        self._unshared = 0
+        self._alone: Tensor | None = None
+        self._handle: Handle | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the way."""
+        return sum(self._numels) * self._wire.itemsize
+
+    def launch(self, gradients: list[Tensor | None]) -> None:
+        """Starts the all-reduce of ``gradients`` (in the order of `members`; None counts as zeros).
+
+        A single contiguous gradient is reduced in place.
+        """
+        alone = gradients[0] if len(gradients) == 1 else None
+        if alone is not None and _is_plain(alone, self._wire):
+            self._alone = alone
+            data = alone
+        else:
+            self._alone = None
+            data = self._filled(gradients)
+        if self.route.scale != 1.0:
+            data.mul_(self.route.scale)
+        started = self.group.all_reduce_(data, "sum", async_op=True)
+        self._handle = started if isinstance(started, Handle) else CompletedHandle(started)
+
+    def finish(self) -> list[Tensor]:
+        """Waits and returns the reduced gradients, in the order of `members`, of the parameters' dtypes."""
+        assert self._handle is not None
+        self._handle.wait()
+        self._handle = None
+        if self._alone is not None:
+            result, self._alone = [self._alone], None
+            return result
+        results = []
+        for parameter, view in zip(self._parameters, self._views, strict=True):
+            if parameter.dtype != self._wire or not parameter.is_contiguous():
+                results.append(torch.empty_like(parameter, requires_grad=False).copy_(view))
+            else:
+                results.append(view.view_as(parameter))
+        return results
+
+    def _filled(self, gradients: list[Tensor | None]) -> Tensor:
+        buffer = self._free_buffer()
+        present = [(view, gradient) for view, gradient in zip(self._views, gradients, strict=True) if gradient is not None]
+        for view, gradient in zip(self._views, gradients, strict=True):
             if gradient is None:
                 view.zero_()
-            else:
-                torch.mul(gradient.reshape(-1), scale, out=view)
-            results[i] = view.view(parameters[i].shape)
-            offset += parameters[i].numel()
-        collective.all_reduce_(torch.view_as_real(flat) if flat.is_complex() else flat, "sum")
-    return results
+        if present:
+            torch._foreach_copy_([view for view, _ in present], [gradient.detach() for _, gradient in present])
+        return buffer
+
+    def _free_buffer(self) -> Tensor:
+        """The buffer of the last step if nobody holds a gradient in it any more, else a new one."""
+        if self._buffer is None or _holders(self._buffer) > self._unshared:
+            self._buffer = torch.empty(sum(self._numels), dtype=self._wire, device=self._device)
+            self._views = [
+                piece.view(parameter.shape)
+                for piece, parameter in zip(self._buffer.split(self._numels), self._parameters, strict=True)
+            ]
+            self._unshared = _holders(self._buffer)
+        return self._buffer
 
 
-def reduce_sparse(collective: Collective, parameter: nn.Parameter, gradient: Tensor | None) -> Tensor:
-    """The mean over the ranks of one sparse (COO) gradient, coalesced.
+class Plan:
+    """The buckets for one choice of trainable parameters, in the order in which all ranks launch them."""
 
-    The ranks touch different rows, so indices and values are gathered, not added in place.
-    """
-    if gradient is None:
-        # an empty gradient has as many index rows as the others': whole rows of the first dimension
-        gradient = torch.sparse_coo_tensor(
-            torch.empty((1, 0), dtype=torch.long, device=parameter.device),
-            torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device),
-            size=parameter.shape,
-        )
-    gradient = gradient.coalesce()
-    # (nnz, sparse_dim): the number of entries is the ragged first dimension
-    indices = collective.all_gather(gradient.indices().t().contiguous(), dim=0, ragged=True)
-    values = collective.all_gather(gradient.values().detach() / collective.world_size, dim=0, ragged=True)
-    return torch.sparse_coo_tensor(indices.t(), values, size=parameter.shape).coalesce()
+    def __init__(self, buckets: list[Bucket]) -> None:
+        self.buckets = buckets
+        self.where = {i: position for position, bucket in enumerate(buckets) for i in bucket.members}
+
+    @classmethod
+    def make(
+        cls,
+        inventory: Inventory,
+        communicators: Communicators,
+        members: list[int],
+        sizes: BucketSizes,
+        reduce_dtype: torch.dtype | None,
+        *,
+        interleaved: bool,
+    ) -> Plan:
+        """Cuts ``members`` (indices) into buckets, last registered first, because backward is ready with them first."""
+        open_buckets: dict[tuple[Route, torch.dtype, torch.device], list[int]] = {}
+        closed: list[tuple[list[int], Route, torch.dtype]] = []
+        started: set[tuple[Route, torch.dtype, torch.device]] = set()
+        for i in reversed(members):
+            parameter, route = inventory.parameters[i], inventory.routes[i]
+            assert route is not None
+            wire = reduce_dtype if reduce_dtype is not None and _widens(parameter.dtype, reduce_dtype) else parameter.dtype
+            nbytes = parameter.numel() * wire.itemsize
+            if nbytes >= sizes.large:
+                closed.append(([i], route, wire))
+                continue
+            key = (route, wire, parameter.device)
+            bucket = open_buckets.setdefault(key, [])
+            bucket.append(i)
+            limit = sizes.packed if key in started else sizes.first
+            if sum(inventory.parameters[j].numel() for j in bucket) * wire.itemsize >= limit:
+                closed.append((open_buckets.pop(key), route, wire))
+                started.add(key)
+        closed.extend((bucket, key[0], key[1]) for key, bucket in open_buckets.items())
+        # A bucket is ready when its first registered parameter is.
+        closed.sort(key=lambda item: -min(item[0]))
+        if not interleaved:
+            closed.sort(key=lambda item: item[1].axes)
+        return cls([Bucket(m, inventory, route, communicators.over(route.axes), wire) for m, route, wire in closed])
+
+
+def _is_plain(gradient: Tensor, wire: torch.dtype) -> bool:
+    return gradient.is_contiguous() and gradient.dtype == wire and not gradient.requires_grad and not gradient.is_sparse
+
+
+def _widens(dtype: torch.dtype, reduce_dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize < reduce_dtype.itemsize
+
+
+def _holders(buffer: Tensor) -> int:
+    """How many tensors share the buffer's memory."""
+    count: int = torch._C._storage_Use_Count(buffer.untyped_storage()._cdata)
+    return count

@@ -1,9 +1,11 @@
-"""Reduces the gradients of one module over one collective, once each, between backward and step."""
+"""`GradientReducer`: owns all gradient reductions of a module, of private and of shared weights."""
+
+from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,9 +16,13 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from collective_strategy.collectives.collective import Collective
-from collective_strategy.collectives.errors import CollectiveError, CollectiveMismatchError
-from collective_strategy.gradients.fingerprint import agree, parameter_entries
-from collective_strategy.gradients.plan import ReductionPlan, reduce_dense, reduce_sparse
+from collective_strategy.collectives.errors import CollectiveError
+from collective_strategy.gradients.backward_run import CHANGED, DIRTY, LEFTOVER, BackwardRun, Flags
+from collective_strategy.gradients.inventory import Communicators, Inventory
+from collective_strategy.gradients.leftovers import reduce_leftovers
+from collective_strategy.gradients.norms import NormOperations
+from collective_strategy.gradients.plan import BucketSizes, Plan
+from collective_strategy.sharing.roles import UnmarkedPolicy
 
 _WAY_OUT = (
     "Call self.manual_backward(loss) instead of loss.backward(), or strategy.reduce_gradients() between the backward"
@@ -35,51 +41,107 @@ class _Parts:
     local: Tensor | None = None
 
 
-class GradientReducer:
-    """Averages gradients over the ranks of ``collective``; each increment is reduced exactly once.
+@dataclass
+class ReducerStatistics:
+    """What the reducer did, for tests, benchmarks and curious users.
 
-    Construction is collective: every rank of ``collective`` constructs its reducer at the same place, after the
-    module is on its device and before gradients exist. With one rank it does nothing.
+    Attributes:
+        reductions: Backward passes whose gradients were reduced.
+        all_reduces: All-reduces sent, flag buffers included.
+        agreements: Comparisons of the parameters over all ranks, the one at construction included.
+        launched_by: For the last backward: how many gradient hooks had fired when each bucket was launched.
+        hooks: For the last backward: how many gradient hooks fired in all.
+    """
+
+    reductions: int = 0
+    all_reduces: int = 0
+    agreements: int = 0
+    launched_by: list[int] = field(default_factory=list)
+    hooks: int = 0
+
+
+class GradientReducer(NormOperations):
+    """Reduces the gradients of a module over the ranks of a collective; each increment exactly once.
+
+    Over the data axis gradients are averaged; over the axes on which a weight is marked `shared`, summed or averaged as
+    its mark says, in the same all-reduce. Buckets are launched during backward, in one order on all ranks, as their
+    gradients become ready.
+
+    Construction is an act of all ranks of ``collective``, at the same place, after the module is on its device and
+    before gradients exist. With one rank it does nothing.
 
     Only the gradient that is *fresh*, added since the last reduction, is reduced; what was reduced before stays.
     So accumulation, several backwards before a step, toggled optimizers with old gradients, and increments made
     under :meth:`no_sync` are all right. A parameter that no rank used keeps ``grad=None``; one that some rank
-    used counts as zero on the others. Frozen parameters are not sent.
+    used counts as zero on the others. Frozen parameters are not sent. Ranks may use layers in different orders, and
+    leave some out.
 
     The module is not wrapped and may be deep-copied and pickled: hooks stay behind.
 
     Args:
-        module: the parameters to look after. New, replaced or converted ones are found at the next backward.
-        collective: the data axis.
+        module: The parameters to look after. New, replaced or converted ones are found at the next backward.
+        collective: All ranks; its mesh says which axis is the data axis and which are model axes.
+        unmarked: What a weight without a mark is on the model axes: ``"private"``, ``"shared"`` (summed), ``"error"``.
+        sizes: When gradients are packed together.
+        reduce_dtype: A wider dtype for the way of narrower floating gradients, such as torch.float32 for bfloat16.
+        static_graph: The user promises that all ranks run the same operations in the same order in backward. Without
+            it, on asynchronous devices, buckets wait for the end of a backward whose forward communicated, because two
+            groups in flight there must be launched in one order.
 
     Raises:
-        CollectiveMismatchError: on all ranks, when names, shapes, dtypes or ``requires_grad`` differ; it names the
-            first parameter that does and the ranks.
+        CollectiveMismatchError: on all ranks, when names, shapes, dtypes, ``requires_grad`` or marks differ within a
+            group; it names the first parameter that does and the ranks.
+        ValueError: a mark is wrong, see `resolve_roles`.
 
     Example::
 
-        reducer = GradientReducer(model, collective.data)
+        reducer = GradientReducer(model, collective)
         with reducer.backward():
             loss.backward()
+        reducer.clip_grad_norm_(1.0)
         optimizer.step()
     """
 
-    def __init__(self, module: nn.Module, collective: Collective) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        collective: Collective,
+        *,
+        unmarked: UnmarkedPolicy = "private",
+        sizes: BucketSizes | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        static_graph: bool = False,
+    ) -> None:
+        self.statistics = ReducerStatistics()
         self._module = module
         self._collective = collective
-        self._plan = ReductionPlan.of(module)
+        self._communicators = Communicators(collective)
+        self._unmarked: UnmarkedPolicy = unmarked
+        self._sizes = sizes or BucketSizes()
+        self._reduce_dtype = reduce_dtype
+        self._static_graph = static_graph
         self._parts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._dirty: set[int] = set()
         self._pending: set[int] = set()
+        self._deferred: set[int] = set()
+        self._sparse: set[int] = set()
         self._armed = False
         self._blocked = False
+        self._run: BackwardRun | None = None
+        self._broken: str | None = None
         self._hooks: dict[int, RemovableHandle] = {}
         self._step_hook: RemovableHandle | None = None
-        agree(collective, parameter_entries(module))
-        if collective.world_size > 1:
-            self._hook_parameters()
+        self._plans: dict[tuple[bool, ...], Plan] = {}
+        self._take_inventory()
+        if self._active:
             # a global hook, so that optimizers nobody registered with us are seen as well
             self._step_hook = register_optimizer_step_pre_hook(_weakly(self, "_before_step"))
+
+    @property
+    def _active(self) -> bool:
+        return self._collective.world_size > 1
+
+    # -- the public face ---------------------------------------------------------------------------------------------
 
     @contextmanager
     def backward(self, sync: bool = True) -> Iterator[None]:
@@ -92,24 +154,36 @@ class GradientReducer:
             CollectiveError: on all ranks, when some rank ran a backward outside this context since the last
                 reduction, or when the ranks disagree about which parameters are trainable.
         """
-        if self._collective.world_size == 1:
+        if not self._active:
             yield
             return
         if self._armed:
             raise CollectiveError("reducer.backward() was entered inside itself; end the first backward before.")
+        if self._broken:
+            raise CollectiveError(self._broken)
         sync = sync and not self._blocked
         aside = self._set_aside()
         self._hook_parameters()
+        changed = self._inventory.is_stale(self._module)
+        if sync:
+            changed |= self._choose_plan()
+            self._run = BackwardRun(self._plan, self._inventory, self._deferred, self._must_hold())
         self._armed = True
         try:
             yield
-        except BaseException:
-            self._armed = False
+        except BaseException as error:
+            if self._run is not None and self._run.started:
+                self._broken = (
+                    f"a backward pass raised {type(error).__name__} after some of its gradients were sent, so the ranks' gradients "
+                    "do not belong together any more. Make a new GradientReducer on all ranks, or end the run."
+                )
+            self._armed, self._run = False, None
             self._keep_local(aside)
             raise
         self._armed = False
-        if sync:
-            self._flush(aside)
+        run, self._run = self._run, None
+        if run is not None:
+            self._flush(run, aside, changed)
         else:
             self._keep_local(aside)
 
@@ -125,12 +199,17 @@ class GradientReducer:
     def reduce_gradients(self) -> None:
         """Reduces now what is not reduced yet, also gradients of backwards that ran outside :meth:`backward`.
 
-        Called by every rank.
+        Called by every rank. It waits for each of its all-reduces.
         """
-        if self._collective.world_size == 1:
+        if not self._active:
             return
         self._dirty.clear()
-        self._flush(self._set_aside())
+        aside = self._set_aside()
+        header, _ = Flags(self._inventory, self._communicators, set(), self._header(leftover=True)).wait()
+        if header[CHANGED]:
+            aside = self._take_inventory(aside)
+        self._reduce_rest(aside)
+        self.statistics.reductions += 1
 
     def close(self) -> None:
         """Removes all hooks. Local, idempotent."""
@@ -141,11 +220,59 @@ class GradientReducer:
             self._step_hook.remove()
             self._step_hook = None
 
-    # -- before backward -----------------------------------------------------------------------------------------
+    # -- parameters and plans ----------------------------------------------------------------------------------------
+
+    def _take_inventory(self, aside: dict[int, Tensor] | None = None) -> dict[int, Tensor]:
+        """Looks at the module anew; all ranks do. Returns ``aside`` by the new indices."""
+        old = getattr(self, "_inventory", None)
+        before = {id(old.parameters[i]): gradient for i, gradient in (aside or {}).items()} if old is not None else {}
+        for handle in self._hooks.values():
+            handle.remove()
+        self._hooks = {}
+        self._inventory = Inventory(self._module, self._communicators, self._unmarked)
+        self._interleaved = self._inventory.agree(self._communicators)
+        self.statistics.agreements += 1
+        if old is not None and old.signature != self._inventory.signature:
+            self._plans, self._deferred, self._sparse = {}, set(), set()
+        # made by all ranks here, in one order, before any backward needs them
+        for axes in sorted(self._inventory.by_group()):
+            self._communicators.over(axes)
+        self._plan = self._plans.setdefault(self._inventory.mask(), self._make_plan())
+        self._prepare_norms(self._inventory, self._communicators)
+        if self._active:
+            self._communicators.over(tuple(axis for axis, size in self._communicators.sizes.items() if size > 1))
+            self._hook_parameters()
+        return {self._inventory.index[key]: g for key, g in before.items() if key in self._inventory.index}
+
+    def _make_plan(self) -> Plan:
+        parameters = self._inventory.parameters
+        members = [i for i in self._inventory.routed if parameters[i].requires_grad and i not in self._sparse]
+        return Plan.make(
+            self._inventory, self._communicators, members, self._sizes, self._reduce_dtype, interleaved=self._interleaved
+        )
+
+    def _choose_plan(self) -> bool:
+        """Takes the plan for what is trainable now; True if all ranks must agree on a new one first."""
+        plan = self._plans.get(self._inventory.mask())
+        if plan is None:
+            return True
+        self._plan = plan
+        return False
+
+    def _must_hold(self) -> bool:
+        root = self._collective._root
+        differentiated, root._differentiated = root._differentiated, False
+        asynchronous = self._collective.device.type != "cpu"
+        return not self._collective.capabilities.asynchronous or (
+            asynchronous and differentiated and not self._static_graph
+        )
+
+    # -- before and during backward ----------------------------------------------------------------------------------
 
     def _hook_parameters(self) -> None:
         """Hooks the parameters that became trainable; torch refuses hooks on frozen ones."""
-        for i, parameter in enumerate(self._plan.parameters):
+        for i in self._inventory.routed:
+            parameter = self._inventory.parameters[i]
             if i not in self._hooks and parameter.requires_grad:
                 callback = _weakly(self, "_after_accumulation", i)
                 self._hooks[i] = parameter.register_post_accumulate_grad_hook(callback)
@@ -153,11 +280,14 @@ class GradientReducer:
     def _after_accumulation(self, index: int, _parameter: Tensor) -> None:
         if not self._armed:
             self._dirty.add(index)
+        elif self._run is not None:
+            self._run.accumulated(index)
 
     def _set_aside(self) -> dict[int, Tensor]:
         """Takes the reduced part out of every ``.grad`` and leaves the local part there."""
         aside: dict[int, Tensor] = {}
-        for i, parameter in enumerate(self._plan.parameters):
+        for i in self._inventory.routed:
+            parameter = self._inventory.parameters[i]
             gradient = parameter.grad
             if gradient is None:
                 # zero_grad() dropped it, and with it the reason for a complaint
@@ -165,23 +295,24 @@ class GradientReducer:
                 self._pending.discard(i)
                 continue
             parts: _Parts | None = self._parts.pop(gradient, None)
-            if parts is None:
+            if parts is None or i in self._dirty:
+                # A backward behind our back may have gone on top; what is not known to be reduced counts as fresh.
                 continue
-            if parts.reduced is None and i not in self._dirty:
+            if parts.reduced is None:
                 aside[i] = gradient
                 parameter.grad = None
-            elif parts.local is not None and i not in self._dirty:
+            elif parts.local is not None:
                 # an in-place change since then (unscaling, zeroing) is taken to be equal on all ranks
                 aside[i] = gradient - parts.local
                 parameter.grad = parts.local
-            # else: a backward behind our back went on top; the mean of what was equal is itself again
         return aside
 
-    # -- after backward ------------------------------------------------------------------------------------------
+    # -- after backward ----------------------------------------------------------------------------------------------
 
     def _keep_local(self, aside: dict[int, Tensor]) -> None:
         """Shows the sum to the user, and remembers which part of it is still local."""
-        for i, parameter in enumerate(self._plan.parameters):
+        for i in self._inventory.routed:
+            parameter = self._inventory.parameters[i]
             local = parameter.grad
             if local is not None:
                 self._pending.add(i)
@@ -195,91 +326,69 @@ class GradientReducer:
                 self._parts[parameter.grad] = _Parts(reduced=aside[i], local=local)
 
     @torch.no_grad()
-    def _flush(self, aside: dict[int, Tensor]) -> None:
-        flags = self._exchange_flags()
-        if flags is None:
-            # some rank's parameters changed: agree on a new plan; indices in `aside` follow the parameters
-            before = {id(self._plan.parameters[i]): gradient for i, gradient in aside.items()}
-            self._replan()
-            aside = {self._plan.index[key]: gradient for key, gradient in before.items() if key in self._plan.index}
-            flags = self._exchange_flags()
-            assert flags is not None
-        used, sparse = flags
-        parameters = self._plan.parameters
-        dense = [i for i in used if i not in sparse]
-        means = reduce_dense(
-            self._collective,
-            [parameters[i] for i in dense],
-            [_densified(parameters[i].grad) for i in dense],
-        )
-        for i, mean in zip(dense, means, strict=True):
-            self._write_back(i, mean, aside.pop(i, None))
-        for i in sorted(sparse):
-            mean = reduce_sparse(self._collective, parameters[i], parameters[i].grad)
-            self._write_back(i, mean, aside.pop(i, None))
-        for i, gradient in aside.items():
-            parameters[i].grad = gradient
-            self._parts[gradient] = _Parts()
+    def _flush(self, run: BackwardRun, aside: dict[int, Tensor], changed: bool) -> None:
+        run.launch_rest()
+        leftover = any(self._inventory.parameters[i].grad is not None for i in self._inventory.routed)
+        header = self._header(leftover, changed)
+        flags = Flags(self._inventory, self._communicators, run.fired, header)
+        reduced = [(bucket, bucket.finish()) for bucket in run.plan.buckets]
+        counts, used = flags.wait()
+        for bucket, gradients in reduced:
+            for i, gradient in zip(bucket.members, gradients, strict=True):
+                if i in used:
+                    aside[i] = self._added(aside.get(i), gradient)
+        self._deferred |= run.late
+        self.statistics.reductions += 1
+        self.statistics.all_reduces += len(run.plan.buckets) + len(flags._buffers)
+        self.statistics.launched_by, self.statistics.hooks = run.launched_by, run.hooks
+        if counts[DIRTY]:
+            self._show(aside)
+            raise CollectiveError(self._dirty_message(int(counts[DIRTY])))
+        if counts[CHANGED]:
+            aside = self._take_inventory(aside)
+        if counts[CHANGED] or counts[LEFTOVER]:
+            self._reduce_rest(aside)
+        else:
+            self._show(aside)
+        self._pending.clear()
+
+    def _header(self, leftover: bool, changed: bool | None = None) -> list[bool]:
+        if changed is None:
+            changed = self._inventory.is_stale(self._module) or self._inventory.mask() not in self._plans
+        return [changed, bool(self._dirty), leftover]
+
+    @torch.no_grad()
+    def _reduce_rest(self, aside: dict[int, Tensor]) -> None:
+        """Reduces what lies in ``.grad`` and shows everything. Called by all ranks."""
+
+        def write(i: int, gradient: Tensor) -> None:
+            self._inventory.parameters[i].grad = None
+            aside[i] = self._added(aside.get(i), gradient)
+
+        sparse = reduce_leftovers(self._inventory, self._communicators, write)
+        if not sparse <= self._sparse:
+            self._sparse |= sparse
+            self._plans = {}
+            self._plan = self._plans.setdefault(self._inventory.mask(), self._make_plan())
+        self._show(aside)
         self._pending.clear()
         self._dirty.clear()
 
-    def _write_back(self, index: int, mean: Tensor, reduced_before: Tensor | None) -> None:
-        parameter = self._plan.parameters[index]
-        if reduced_before is not None:
-            sparse = mean.is_sparse or reduced_before.is_sparse
-            parameter.grad = reduced_before + mean if sparse else reduced_before.add_(mean)
-        elif mean.is_sparse:
-            parameter.grad = mean
-        elif parameter.grad is None or parameter.grad.is_sparse:
-            parameter.grad = torch.empty_like(parameter).copy_(mean)
-        else:
-            parameter.grad.copy_(mean)
-        assert parameter.grad is not None
-        self._parts[parameter.grad] = _Parts()
+    def _show(self, reduced: dict[int, Tensor]) -> None:
+        for i, gradient in reduced.items():
+            parameter = self._inventory.parameters[i]
+            parameter.grad = gradient
+            self._parts[gradient] = _Parts()
 
-    def _exchange_flags(self) -> tuple[list[int], set[int]] | None:
-        """One small all-reduce tells every rank who used what.
+    @staticmethod
+    def _added(before: Tensor | None, gradient: Tensor) -> Tensor:
+        if before is None:
+            return gradient
+        if before.is_sparse or gradient.is_sparse:
+            return before + gradient
+        return before.add_(gradient)
 
-        Returns:
-            The indices that some rank used, and those of them whose gradients are all sparse; None when some
-            rank's list of parameters is out of date.
-        """
-        parameters, names = self._plan.parameters, self._plan.names
-        stale = self._plan.is_stale(self._module)
-        header = [float(bool(self._dirty)), float(stale)]
-        used = [float(p.grad is not None) for p in parameters]
-        sparse = [float(p.grad is not None and p.grad.is_sparse) for p in parameters]
-        trainable = [float(p.requires_grad) for p in parameters]
-        flags = torch.tensor(header + used + sparse + trainable, dtype=torch.float32, device=self._collective.device)
-        self._collective.all_reduce_(flags, "sum")
-        sums = flags.tolist()
-        n, count = self._collective.world_size, len(parameters)
-        if sums[0]:
-            raise CollectiveError(self._dirty_message(int(sums[0])))
-        if sums[1]:
-            return None
-        sums = sums[2:]
-        for i, total in enumerate(sums[2 * count :]):
-            if total not in (0, n):
-                raise CollectiveMismatchError(
-                    f"Parameter {names[i]} is trainable on {int(total)} of {n} ranks (here requires_grad="
-                    f"{parameters[i].requires_grad}). Its average would mix trained and frozen copies. Freeze and"
-                    " unfreeze it on every rank in the same step."
-                )
-        some_used = [i for i in range(count) if sums[i]]
-        all_sparse = {i for i in some_used if sums[count + i] == sums[i]}
-        return some_used, all_sparse
-
-    def _replan(self) -> None:
-        self._plan = ReductionPlan.of(self._module)
-        agree(self._collective, parameter_entries(self._module))
-        for handle in self._hooks.values():
-            # the hooks carry the old index
-            handle.remove()
-        self._hooks.clear()
-        self._hook_parameters()
-
-    # -- at the optimizer step -----------------------------------------------------------------------------------
+    # -- at the optimizer step -----------------------------------------------------------------------------------------
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -306,31 +415,27 @@ class GradientReducer:
             return
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                i = self._plan.index.get(id(parameter))
+                i = self._inventory.index.get(id(parameter))
                 if i is None or parameter.grad is None:
                     continue
                 if i in self._dirty:
                     raise CollectiveError(self._dirty_message())
                 if i in self._pending and bool(parameter.grad.any()):
                     raise CollectiveError(
-                        f"{type(optimizer).__name__}.step() would use gradients of {self._plan.names[i]} that were"
-                        f" never averaged over the {self._collective.world_size} ranks: all backwards since the last"
-                        " reduction ran with synchronisation off, so the ranks' weights would drift apart. Run the last"
-                        " backward before the step with synchronisation on, or call strategy.reduce_gradients()."
+                        f"{type(optimizer).__name__}.step() would use gradients of {self._inventory.names[i]} that were never"
+                        f" averaged over the {self._collective.world_size} ranks: all backwards since the last reduction"
+                        " ran with synchronisation off, so the ranks' weights would drift apart. Run the last backward"
+                        " before the step with synchronisation on, or call strategy.reduce_gradients()."
                     )
 
     def _dirty_message(self, ranks: int | None = None) -> str:
-        names = [self._plan.names[i] for i in sorted(self._dirty)]
+        names = [self._inventory.names[i] for i in sorted(self._dirty)]
         shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
         where = f"of {shown} on rank {self._collective.global_rank}" if names else f"on {ranks} other rank(s)"
         return (
             f"A backward pass ran outside the strategy, so the gradients {where} were not averaged over the"
             f" {self._collective.world_size} ranks, and their weights would drift apart. {_WAY_OUT}"
         )
-
-
-def _densified(gradient: Tensor | None) -> Tensor | None:
-    return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
 
 
 def _weakly(owner: object, method: str, *bound: Any) -> Callable[..., Any]:

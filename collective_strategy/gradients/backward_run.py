@@ -1,0 +1,133 @@
+"""One backward pass: buckets go out in the plan's order as their gradients become ready."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from collective_strategy.collectives.handles import CompletedHandle, Handle
+from collective_strategy.gradients.inventory import Communicators, Inventory
+from collective_strategy.gradients.plan import Plan
+
+CHANGED, DIRTY, LEFTOVER = range(3)
+
+
+class BackwardRun:
+    """The launches of one backward pass.
+
+    Args:
+        plan: The buckets.
+        inventory: The parameters.
+        deferred: Parameters whose gradients come in several pieces (reentrant checkpointing), known from earlier
+            passes; their buckets wait for the end.
+        hold: Launch nothing before the end.
+
+    Attributes:
+        launched_by: How many hooks had fired when each bucket was launched, in launch order.
+        fired: Parameters whose gradient was accumulated.
+        late: Parameters with a gradient accumulated after their bucket was launched.
+    """
+
+    def __init__(self, plan: Plan, inventory: Inventory, deferred: set[int], hold: bool) -> None:
+        self.plan = plan
+        self.launched_by: list[int] = []
+        self.fired: set[int] = set()
+        self.late: set[int] = set()
+        self.hooks = 0
+        self._inventory = inventory
+        self._silent: set[int] = set()
+        self._next = 0
+        self._missing = [len(bucket.members) for bucket in plan.buckets]
+        self._waits = [hold or any(i in deferred for i in bucket.members) for bucket in plan.buckets]
+
+    def accumulated(self, index: int) -> None:
+        """A hook: the gradient of a parameter was accumulated."""
+        self.hooks += 1
+        if self.hooks == 1:
+            self._find_silent()
+        position = self.plan.where.get(index)
+        if position is None:
+            return
+        if position < self._next:
+            self.late.add(index)
+        elif index not in self.fired and index not in self._silent:
+            self._missing[position] -= 1
+        self.fired.add(index)
+        while self._next < len(self._missing) and not self._missing[self._next] and not self._waits[self._next]:
+            self._launch()
+
+    def _find_silent(self) -> None:
+        """Asks the engine which parameters this pass leaves out, so that nobody waits for them.
+
+        Those inside a reentrant checkpoint are in a pass of their own; they count as left out here and come late.
+        """
+        for position, bucket in enumerate(self.plan.buckets):
+            for i in bucket.members:
+                parameter = self._inventory.parameters[i]
+                if not (parameter.requires_grad and self._inventory.will_be_used(i)):
+                    self._silent.add(i)
+                    self._missing[position] -= 1
+
+    @property
+    def started(self) -> bool:
+        """Whether something was sent."""
+        return self._next > 0
+
+    def launch_rest(self) -> None:
+        """Launches what is left, with zeros for parameters that stayed silent."""
+        while self._next < len(self.plan.buckets):
+            self._launch()
+
+    def _launch(self) -> None:
+        bucket = self.plan.buckets[self._next]
+        self._next += 1
+        self.launched_by.append(self.hooks)
+        gradients: list[Tensor | None] = []
+        for i in bucket.members:
+            parameter = self._inventory.parameters[i]
+            gradient = parameter.grad
+            if gradient is not None and gradient.is_sparse:
+                gradient = None  # stays in .grad and goes the other way
+            else:
+                parameter.grad = None  # a gradient that comes after this is a piece of its own
+            if gradient is not None:
+                self.fired.add(i)  # made before this backward, under no_sync
+            gradients.append(gradient)
+        with torch.no_grad():
+            bucket.launch(gradients)
+
+
+class Flags:
+    """What the ranks tell each other at the end of a backward: one small buffer per group, all in flight at once.
+
+    Per parameter, whether a rank used it; for the whole world, whether parameters changed, a backward ran behind our
+    back, or something is left that no bucket took.
+    """
+
+    def __init__(self, inventory: Inventory, communicators: Communicators, used: set[int], header: list[bool]) -> None:
+        self._members = inventory.by_group()
+        world = tuple(axis for axis, size in communicators.sizes.items() if size > 1)
+        if world not in self._members:
+            self._members[world] = []
+        self._world = world
+        self._buffers: dict[tuple[str, ...], tuple[torch.Tensor, Handle]] = {}
+        for axes, members in self._members.items():
+            group = communicators.over(axes)
+            values = [float(flag) for flag in header] + [float(i in used) for i in members]
+            buffer = torch.tensor(values, dtype=torch.float32, device=group.device)
+            handle = group.all_reduce_(buffer, "sum", async_op=True)
+            self._buffers[axes] = buffer, handle if isinstance(handle, Handle) else CompletedHandle(buffer)
+        self._width = len(header)
+
+    def wait(self) -> tuple[list[float], set[int]]:
+        """Counts of the header's flags over the world, and the parameters that some rank used."""
+        used: set[int] = set()
+        header = [0.0] * self._width
+        for axes, (buffer, handle) in self._buffers.items():
+            handle.wait()
+            values = buffer.tolist()
+            if axes == self._world:
+                header = values[: self._width]
+            counts = values[self._width :]
+            used |= {i for i, count in zip(self._members[axes], counts, strict=True) if count}
+        return header, used

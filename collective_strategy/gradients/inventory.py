@@ -1,0 +1,152 @@
+"""The parameters of a module, the way each one's gradient takes, and the agreement of all ranks on both."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from collective_strategy.collectives.collective import Collective
+from collective_strategy.gradients.fingerprint import TensorEntry, agree_in_groups
+from collective_strategy.sharing.roles import Role, UnmarkedPolicy, resolve_roles
+
+
+@dataclass(frozen=True)
+class Route:
+    """Where a gradient is reduced: over the data axis and the axes it is shared over, in one all-reduce.
+
+    ``axes`` in mesh order; ``scale`` multiplies the sum: one over the ranks that are averaged.
+    """
+
+    axes: tuple[str, ...]
+    scale: float
+
+
+class Communicators:
+    """The engine's own groups, apart from those of the user's calls, made once per set of axes.
+
+    Making one is an act of all ranks, so all ranks ask for the same ones in the same order.
+    """
+
+    def __init__(self, collective: Collective) -> None:
+        self.world = collective
+        mesh = collective.mesh
+        data = collective.data_axis
+        self.sizes: dict[str, int] = {"data": collective.world_size} if mesh is None else dict(mesh.axes)
+        if mesh is None:
+            self.data_axes: tuple[str, ...] = ("data",)
+        else:
+            self.data_axes = () if data is None else mesh.unions.get(data, (data,))
+        self.model_axes = tuple(axis for axis in self.sizes if axis not in self.data_axes)
+        self._made: dict[tuple[str, ...], Collective] = {}
+
+    def size(self, axes: Sequence[str]) -> int:
+        """Number of ranks of the group over ``axes``."""
+        result = 1
+        for axis in axes:
+            result *= self.sizes[axis]
+        return result
+
+    def over(self, axes: tuple[str, ...]) -> Collective:
+        """The group over ``axes``."""
+        if axes not in self._made:
+            self._made[axes] = self.world.duplicate(None if self.world.mesh is None else axes)
+        return self._made[axes]
+
+    def everybody(self) -> Collective:
+        """The group of all ranks."""
+        return self.over(tuple(self.sizes))
+
+    def route(self, role: Role) -> Route | None:
+        """The way of a gradient with this role; None where nothing is sent."""
+        joined = {*self.data_axes, *role.reduced_over}
+        axes = tuple(axis for axis in self.sizes if axis in joined and self.sizes[axis] > 1)
+        averaged = {*self.data_axes, *role.averaged_over}
+        return Route(axes, 1.0 / self.size([axis for axis in self.sizes if axis in averaged])) if axes else None
+
+
+class Inventory:
+    """Names, parameters, roles and routes, in registration order; a tied parameter appears once.
+
+    Args:
+        module: The module.
+        communicators: The engine's groups.
+        unmarked: What a parameter without a mark is over the model axes.
+    """
+
+    def __init__(self, module: nn.Module, communicators: Communicators, unmarked: UnmarkedPolicy) -> None:
+        roles = resolve_roles(module, communicators.model_axes, unmarked)
+        named = [(name, parameter) for name, parameter in module.named_parameters() if name in roles]
+        self.names = [name for name, _ in named]
+        self.parameters = [parameter for _, parameter in named]
+        self.roles = [roles[name] for name in self.names]
+        self.routes = [communicators.route(role) for role in self.roles]
+        self.index = {id(parameter): i for i, parameter in enumerate(self.parameters)}
+        self.routed = [i for i, route in enumerate(self.routes) if route is not None]
+        self.signature = _signature(self.parameters)
+        self._accumulators: dict[int, Any] = {}
+
+    def will_be_used(self, index: int) -> bool:
+        """Inside a backward: whether the pass that runs now accumulates a gradient of this parameter."""
+        if index not in self._accumulators:
+            with torch.enable_grad():
+                parameter = self.parameters[index]
+                function = parameter.view_as(parameter).grad_fn
+            assert function is not None
+            # torch keeps one accumulator per parameter alive as long as somebody holds it
+            self._accumulators[index] = function.next_functions[0][0]
+        answer: bool = torch._C._will_engine_execute_node(self._accumulators[index])
+        return answer
+
+    def is_stale(self, module: nn.Module) -> bool:
+        """Whether a parameter was added, removed, replaced or changed its dtype since."""
+        return _signature(list(module.parameters())) != self.signature
+
+    def mask(self) -> tuple[bool, ...]:
+        """Which parameters are trainable now."""
+        return tuple(parameter.requires_grad for parameter in self.parameters)
+
+    def by_group(self) -> dict[tuple[str, ...], list[int]]:
+        """The routed parameters by the axes of their group."""
+        groups: dict[tuple[str, ...], list[int]] = {}
+        for i in self.routed:
+            route = self.routes[i]
+            assert route is not None
+            groups.setdefault(route.axes, []).append(i)
+        return groups
+
+    def agree(self, communicators: Communicators) -> bool:
+        """Compares the inventories over the ranks of every group. Called by all ranks.
+
+        Returns:
+            Whether all ranks of the world have the same sequence of routes and sizes, so that the groups' operations
+            may be interleaved; otherwise they go out group by group.
+
+        Raises:
+            CollectiveMismatchError: on all ranks, naming the first parameter that differs and the ranks.
+        """
+        data = tuple(axis for axis in communicators.data_axes if communicators.sizes[axis] > 1)
+        groups: dict[tuple[str, ...], list[TensorEntry]] = {}
+        for i, parameter in enumerate(self.parameters):
+            route = self.routes[i]
+            axes = route.axes if route is not None else data
+            if axes:
+                entry = TensorEntry.of(self.names[i], parameter, self.roles[i].describe())
+                groups.setdefault(axes, []).append(entry)
+        if data:
+            groups.setdefault(data, [])
+        sequence = [(route and route.axes, tuple(p.shape)) for route, p in zip(self.routes, self.parameters, strict=True)]
+        mesh, world = communicators.world.mesh, communicators.world
+        members = {
+            axes: tuple(range(world.world_size)) if mesh is None else mesh.members(axes, world.rank) for axes in groups
+        }
+        layout = hashlib.sha256(repr(sequence).encode()).hexdigest()
+        return agree_in_groups(world, {members[axes]: entries for axes, entries in groups.items()}, layout)
+
+
+def _signature(parameters: Sequence[nn.Parameter]) -> list[tuple[int, torch.Size, torch.dtype]]:
+    return [(id(parameter), parameter.shape, parameter.dtype) for parameter in parameters]

@@ -1,0 +1,121 @@
+"""Gradient norms, clipping and loss scaling over the mesh: every weight counted once, one value on all ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from collective_strategy.collectives.collective import Collective
+from collective_strategy.gradients.inventory import Communicators, Inventory
+
+
+class NormOperations:
+    """The part of `GradientReducer` that works on reduced gradients.
+
+    A weight that is replicated over an axis enters a norm once; pieces (sharded and private weights) are summed over
+    the axis. Nothing is summed over the data axis, where all ranks hold the same gradients.
+    """
+
+    _collective: Collective
+
+    def _prepare_norms(self, inventory: Inventory, communicators: Communicators) -> None:
+        """Makes the groups over which pieces are summed. Called by all ranks, with the plan."""
+        self._norm_inventory = inventory
+        self._varying: list[tuple[str, ...]] = []
+        for role in inventory.roles:
+            replicated = set(role.replicated_over)
+            self._varying.append(
+                tuple(a for a in communicators.model_axes if a not in replicated and communicators.sizes[a] > 1)
+            )
+        # The ranks may hold different weights, so they agree on which sums there are: all that any rank has.
+        mine = sorted(set(self._varying) - {()})
+        everybody = self._collective.all_gather_object(mine) if communicators.model_axes else [mine]
+        self._norm_axes = sorted({tuple(axes) for rank in everybody for axes in rank})
+        self._norm_groups = {axes: communicators.over(axes) for axes in self._norm_axes}
+
+    def grad_norm(self, parameters: Iterable[nn.Parameter] | None = None, norm_type: float = 2.0) -> Tensor:
+        """The norm of all reduced gradients as one vector of the whole model. Called by all ranks.
+
+        Args:
+            parameters: Those of one optimizer; all of the module if not given. The same choice on all ranks.
+            norm_type: p of the p-norm, or ``inf``.
+
+        Returns:
+            A scalar, equal on all ranks; computed in float32, or in float64 for float64 gradients.
+        """
+        norm_type = float(norm_type)
+        if self._collective.world_size == 1 or not self._norm_axes:
+            gradients = [p.grad for p in self._chosen(parameters) if p.grad is not None]
+            return torch.nn.utils.get_total_norm(gradients, norm_type)
+        infinite = math.isinf(norm_type)
+        terms: dict[tuple[str, ...], list[Tensor]] = {axes: [] for axes in [(), *self._norm_axes]}
+        wide = torch.float32
+        for parameter in self._chosen(parameters):
+            i = self._norm_inventory.index.get(id(parameter))
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            dtype = torch.float64 if gradient.dtype in (torch.float64, torch.complex128) else torch.float32
+            wide = torch.float64 if dtype is torch.float64 else wide
+            values = gradient.coalesce().values() if gradient.is_sparse else gradient
+            norm = torch.linalg.vector_norm(values, norm_type, dtype=None if values.is_complex() else dtype)
+            axes = self._varying[i] if i is not None else ()
+            terms[axes].append(norm.to(torch.float64) if infinite else norm.to(torch.float64) ** norm_type)
+        total = _joined(terms[()], infinite, self._collective.device)
+        for axes in self._norm_axes:
+            part = _joined(terms[axes], infinite, self._collective.device)
+            self._norm_groups[axes].all_reduce_(part, "max" if infinite else "sum")
+            total = torch.maximum(total, part) if infinite else total + part
+        # Different groups may round differently, and one factor must hold everywhere.
+        if len(self._norm_axes) > 1:
+            self._collective.broadcast_(total)
+        return (total if infinite else total ** (1.0 / norm_type)).to(wide)
+
+    def clip_grad_norm_(
+        self, max_norm: float, parameters: Iterable[nn.Parameter] | None = None, norm_type: float = 2.0
+    ) -> Tensor:
+        """Scales the reduced gradients down so that their norm is at most ``max_norm``; as `torch.nn.utils` does.
+
+        Called by all ranks, with the same choice of parameters. Gradients below the threshold stay as they are.
+
+        Returns:
+            The norm before, equal on all ranks.
+        """
+        chosen = self._chosen(parameters)
+        norm = self.grad_norm(chosen, norm_type)
+        torch.nn.utils.clip_grads_with_norm_(chosen, max_norm, norm)
+        return norm
+
+    def unscale_(self, scaler: Any, optimizer: Optimizer) -> None:
+        """`GradScaler.unscale_`, after which all ranks know if any of them found a value that is not finite.
+
+        Called by all ranks, for each optimizer in the same order.
+        """
+        scaler.unscale_(optimizer)
+        self.share_found_inf(scaler, optimizer)
+
+    def share_found_inf(self, scaler: Any, optimizer: Optimizer) -> None:
+        """Makes all ranks skip the step together if one of them must. Called by all ranks, after unscaling."""
+        if self._collective.world_size == 1 or not scaler.is_enabled():
+            return
+        found: dict[torch.device, Tensor] = scaler._found_inf_per_device(optimizer)
+        own = torch.stack([value.reshape(()).to(self._collective.device) for value in found.values()]).max()
+        own = own.reshape(1).clone()
+        self._collective.all_reduce_(own, "max")
+        for value in found.values():
+            value.fill_(own.item())
+
+    def _chosen(self, parameters: Iterable[nn.Parameter] | None) -> list[nn.Parameter]:
+        return self._norm_inventory.parameters if parameters is None else list(parameters)
+
+
+def _joined(terms: list[Tensor], infinite: bool, device: torch.device) -> Tensor:
+    if not terms:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    stacked = torch.stack([term.to(device) for term in terms])
+    return stacked.max() if infinite else stacked.sum()
