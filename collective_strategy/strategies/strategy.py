@@ -104,6 +104,15 @@ class CollectiveStrategyBehaviour(CommunicationBehaviour):
             precision_plugin=precision_plugin,
         )
 
+    def __repr__(self) -> str:
+        """Lightning shows it when it refuses a strategy, which it does when it is the other Lightning package."""
+        place = "" if self.names.pytorch == "lightning.pytorch" else ".pytorch_lightning"
+        package = self.names.pytorch.partition(".")[0]
+        return (
+            f"<collective_strategy{place}.CollectiveStrategy ({self.collective.backend_name}), for Trainers of the package"
+            f" '{package}'>"
+        )
+
     # -- what Lightning asks at construction -----------------------------------------------------------------------
 
     @property
