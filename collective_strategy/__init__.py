@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from collective_strategy.collectives import redistribute as redistribute
     from collective_strategy.collectives import scale_grad as scale_grad
     from collective_strategy.gradients import GradientReducer as GradientReducer
+    from collective_strategy.sharing import SharedModule as SharedModule
+    from collective_strategy.sharing import private as private
+    from collective_strategy.sharing import sharded as sharded
+    from collective_strategy.sharing import shared as shared
+    from collective_strategy.sharing import unmark as unmark
     from collective_strategy.standalone import init as init
     from collective_strategy.strategies import CollectiveModule as CollectiveModule
     from collective_strategy.strategies import CollectiveStrategy as CollectiveStrategy
@@ -26,7 +31,12 @@ _PLACES = {
     "SingleProcessCollective": "collective_strategy.collectives",
     "TorchDistributedCollective": "collective_strategy.collectives",
     "GradientReducer": "collective_strategy.gradients",
+    "SharedModule": "collective_strategy.sharing",
     "init": "collective_strategy.standalone",
+    "private": "collective_strategy.sharing",
+    "sharded": "collective_strategy.sharing",
+    "shared": "collective_strategy.sharing",
+    "unmark": "collective_strategy.sharing",
     "CollectiveModule": "collective_strategy.strategies",
     "CollectiveStrategy": "collective_strategy.strategies",
     "redistribute": "collective_strategy.collectives",

@@ -45,6 +45,17 @@ def dim_argument(name: str, value: object, tensor: Tensor, path: str) -> int:
     return value % tensor.ndim
 
 
+def width_argument(width: object) -> tuple[int, int]:
+    """Borders from the rank before and the rank after: one width for both, or a pair."""
+    widths = width if isinstance(width, (tuple, list)) else (width, width)
+    if len(widths) != 2 or any(isinstance(entry, bool) or not hasattr(entry, "__index__") for entry in widths):
+        raise TypeError(f"halo_exchange: width must be a whole number or a pair of them, got {width!r}.")
+    before, after = (operator.index(entry) for entry in widths)
+    if min(before, after) < 0:
+        raise ValueError(f"halo_exchange: widths must be >= 0, got {width!r}.")
+    return before, after
+
+
 def sizes_argument(collective: CollectiveBase, sizes: object, name: str = "sizes") -> tuple[int, ...]:
     """One length per rank."""
     if isinstance(sizes, Tensor) or not isinstance(sizes, Sequence) or isinstance(sizes, str):

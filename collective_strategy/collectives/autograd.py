@@ -19,18 +19,22 @@ from torch.autograd import forward_ad
 
 from collective_strategy.collectives import transport
 from collective_strategy.collectives.operations import ReduceOp
+from collective_strategy.collectives.type_hook import is_checked, type_hook
 
 Raw = Callable[..., Tensor]
 Differentiable = Callable[..., Tensor]
 
 
-def _pair(name: str, forward: Raw, backward: Differentiable) -> Differentiable:
+def _pair(name: str, forward: Raw, backward: Differentiable, gradient_of: str = "") -> Differentiable:
     """One autograd Function ``f(collective, x, *settings)``, given forward and backward of the same form.
 
-    Every forward here is linear in x, so the directional derivative (forward-mode AD) is the forward itself.
+    Every forward here is linear in x, so the directional derivative (forward-mode AD) is the forward itself. A pair
+    that is no operation, only the gradient of one, says of which.
     """
 
     class Function(torch.autograd.Function):
+        spmd_typecheck = staticmethod(type_hook(name, gradient_of))
+
         @staticmethod
         def forward(x: Tensor, collective: Any, settings: tuple[Any, ...]) -> Tensor:
             return forward(collective, x, *settings)
@@ -58,7 +62,7 @@ def _pair(name: str, forward: Raw, backward: Differentiable) -> Differentiable:
     Function.__name__ = Function.__qualname__ = name
 
     def apply(collective: Any, x: Tensor, *settings: Any) -> Tensor:
-        if (torch.is_grad_enabled() and x.requires_grad) or _transformed():
+        if (torch.is_grad_enabled() and x.requires_grad) or _transformed() or is_checked():
             collective._root._differentiated = True
             result: Tensor = Function.apply(x, collective, settings)
             return result
@@ -113,7 +117,10 @@ all_reduce_invariant: Differentiable = _pair(
 # invariant -> replicate | partial -> invariant
 replicate: Differentiable = _pair("replicate", _copy, lambda c, g: all_reduce_invariant(c, g, ReduceOp.SUM))
 divided_replicate: Differentiable = _pair(
-    "replicate of the mean", _divided, lambda c, g: all_reduce_invariant(c, g, ReduceOp.MEAN)
+    "replicate of the mean",
+    _divided,
+    lambda c, g: all_reduce_invariant(c, g, ReduceOp.MEAN),
+    gradient_of="all_reduce(to='invariant')",
 )
 # varying -> replicate | partial -> varying, along a dim
 all_gather_replicate: Differentiable = _pair(
@@ -140,7 +147,10 @@ shard_replicate: Differentiable = _pair(
     "shard(of='replicate')", transport.own_chunk, lambda c, g, dim, sizes: in_zeros(c, g, dim, sizes)
 )
 in_zeros: Differentiable = _pair(
-    "zeros around own chunk", transport.own_chunk_in_zeros, lambda c, g, dim, sizes: shard_replicate(c, g, dim, sizes)
+    "zeros around own chunk",
+    transport.own_chunk_in_zeros,
+    lambda c, g, dim, sizes: shard_replicate(c, g, dim, sizes),
+    gradient_of="shard(of='replicate')",
 )
 # varying -> varying
 all_to_all: Differentiable = _pair(
@@ -155,16 +165,29 @@ permute: Differentiable = _pair("permute", transport.permute, lambda c, g, pairs
 broadcast_replicate: Differentiable = _pair(
     "broadcast(to='replicate')", transport.broadcast, lambda c, g, src: sum_at_root(c, g, src)
 )
-sum_at_root: Differentiable = _pair("sum at src", _sum_at_root, lambda c, g, src: broadcast_replicate(c, g, src))
+sum_at_root: Differentiable = _pair(
+    "sum at src",
+    _sum_at_root,
+    lambda c, g, src: broadcast_replicate(c, g, src),
+    gradient_of="broadcast(to='replicate')",
+)
 # varying -> invariant | invariant -> varying
 broadcast_invariant: Differentiable = _pair(
     "broadcast(to='invariant')", transport.broadcast, lambda c, g, src: at_root(c, g, src)
 )
-at_root: Differentiable = _pair("own gradient at src", _at_root, lambda c, g, src: broadcast_invariant(c, g, src))
+at_root: Differentiable = _pair(
+    "own gradient at src",
+    _at_root,
+    lambda c, g, src: broadcast_invariant(c, g, src),
+    gradient_of="broadcast(to='invariant')",
+)
 # varying -> varying
 scatter: Differentiable = _pair(
     "scatter", _own_of_root, lambda c, g, src, dim, sizes: gathered_at_root(c, g, src, dim, sizes)
 )
 gathered_at_root: Differentiable = _pair(
-    "chunks gathered at src", _gathered_at_root, lambda c, g, src, dim, sizes: scatter(c, g, src, dim, sizes)
+    "chunks gathered at src",
+    _gathered_at_root,
+    lambda c, g, src, dim, sizes: scatter(c, g, src, dim, sizes),
+    gradient_of="scatter",
 )

@@ -19,6 +19,7 @@ from collective_strategy.collectives.arguments import (
     refuse_grad,
     refuse_op_without_gradient,
     sizes_argument,
+    width_argument,
 )
 from collective_strategy.collectives.base import CollectiveBase, Plan
 from collective_strategy.collectives.operations import ReduceOp
@@ -321,16 +322,18 @@ class DataOperations(CollectiveBase):
         """
 
         def plan() -> Plan:
-            before, after = (width, width) if isinstance(width, int) else width
+            before, after = width_argument(width)
             tree = Tree.of(x, "halo_exchange")
-            dims = _dims(tree, dim)
+            dims = [(dim_argument("dim", dim, leaf, path),) for leaf, path in tree.named()]
+            others = []
             for (leaf, path), (at,) in zip(tree.named(), dims, strict=True):
-                if min(before, after) < 0 or leaf.shape[at or 0] < max(before, after):
+                length = leaf.shape[at]
+                if length < max(before, after):
                     raise ValueError(
-                        f"halo_exchange: rank {self.rank} holds {leaf.shape[at or 0]} entries of {path} along dim "
-                        f"{dim}, which "
+                        f"halo_exchange: rank {self.rank} holds {length} entries of {path} along dim {dim}, which "
                         f"cannot give borders of widths {before} and {after}. Split the domain over fewer ranks."
                     )
+                others.append([size for other, size in enumerate(leaf.shape) if other != at])
             onward = self._shift_pairs(1, wrap)
             back = tuple((target, source) for source, target in onward)
 
@@ -340,7 +343,7 @@ class DataOperations(CollectiveBase):
                 return torch.cat([from_before, leaf, from_after], at)
 
             call = f"halo_exchange(dim={dim}, width={(before, after)}, wrap={wrap}) of "
-            call += self._describe(tree, shapes=False)
+            call += f"{self._describe(tree, shapes=False)}, lengths of the other dims {others}"
             return Plan(lambda: tree.map(one, dims), call, nbytes=_nbytes(tree))
 
         return self._run("halo_exchange", plan)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from collective_strategy.collectives.handles import Handle
 from collective_strategy.collectives.reductions import encode_reduction
+from collective_strategy.collectives.type_hook import unchecked
 
 if TYPE_CHECKING:
     from collective_strategy.collectives.base import CollectiveBase
@@ -182,7 +183,8 @@ def _gathered(collective: CollectiveBase, x: Tensor) -> Tensor:
 
 
 def _complete(collective: CollectiveBase, start: Callable[[], Handle]) -> Tensor:
-    return collective._guarded(lambda: start().wait())
+    with unchecked():
+        return collective._guarded(lambda: start().wait())
 
 
 def _outbound(collective: CollectiveBase, x: Tensor) -> Tensor:

@@ -106,7 +106,7 @@ class Flags:
 
     def __init__(self, inventory: Inventory, communicators: Communicators, used: set[int], header: list[bool]) -> None:
         self._members = inventory.by_group()
-        world = tuple(axis for axis, size in communicators.sizes.items() if size > 1)
+        world = communicators.everybody
         if world not in self._members:
             self._members[world] = []
         self._world = world

@@ -85,10 +85,14 @@ def agree_in_groups(
     if pair is not None:
         group, one, other = pair
         per_rank: list[list[TensorEntry]] = collective.all_gather_object(list(entries.get(group, ())))
-        difference = _first_difference(collective.ranks[one], per_rank[one], collective.ranks[other], per_rank[other], what)
+        difference = _first_difference(
+            collective.ranks[one], per_rank[one], collective.ranks[other], per_rank[other], what
+        )
         raise CollectiveMismatchError(
-            f"The ranks hold different models: {difference}. Every rank of ranks {list(group)} must build the same {what}s in "
-            "the same order, because one's n-th is reduced with the n-th of the others. Build the model the same way on every "
+            f"The ranks hold different models: {difference}. Every rank of ranks {list(group)} must build the same "
+            f"{what}s in "
+            "the same order, because one's n-th is reduced with the n-th of the others. Build the model the same way "
+            "on every "
             "rank (the same files, options, branches and marks), or share the weights of one rank before training."
         )
     return all(other == gathered[0][1] for _, other in gathered)
@@ -125,7 +129,5 @@ def _first_difference(
         for aspect in ("shape", "dtype", "requires_grad", "role"):
             ours, others = getattr(mine, aspect), getattr(theirs, aspect)
             if ours != others:
-                return (
-                    f"{what} {mine.name} has {aspect} {ours} on rank {rank_first} and {others} on rank {rank_other}"
-                )
+                return f"{what} {mine.name} has {aspect} {ours} on rank {rank_first} and {others} on rank {rank_other}"
     return f"rank {rank_first} and rank {rank_other} name their {what}s differently"

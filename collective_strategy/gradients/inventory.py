@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,14 +57,46 @@ class Communicators:
             self._made[axes] = self.world.duplicate(None if self.world.mesh is None else axes)
         return self._made[axes]
 
-    def everybody(self) -> Collective:
-        """The group of all ranks."""
-        return self.over(tuple(self.sizes))
+    def members(self, axes: tuple[str, ...]) -> tuple[int, ...]:
+        """The ranks of this rank's group over ``axes``."""
+        mesh = self.world.mesh
+        if mesh is None:
+            return tuple(range(self.world.world_size))
+        return mesh.members(axes, self.world.rank)
+
+    @property
+    def replicated_data(self) -> tuple[str, ...]:
+        """The data axes that have more than one rank."""
+        return self._wide(self.data_axes)
+
+    def prepare(self, needed: set[tuple[str, ...]]) -> list[tuple[str, ...]]:
+        """Makes the groups that any rank needs. Called by all ranks; returns their axes, equal on all ranks."""
+        needed = {axes for axes in needed | {self.everybody} if axes}
+        if self.model_axes:  # the ranks may hold different weights
+            needed = {tuple(axes) for rank in self.world.all_gather_object(sorted(needed)) for axes in rank}
+        for axes in sorted(needed):
+            self.over(axes)
+        return sorted(needed)
+
+    @property
+    def everybody(self) -> tuple[str, ...]:
+        """The axes of the group of all ranks."""
+        return self._wide(self.sizes)
+
+    def replicated(self, role: Role) -> tuple[str, ...]:
+        """The axes over which a tensor of this role is equal."""
+        return self._wide({*self.data_axes, *role.replicated_over})
+
+    def varying(self, role: Role) -> tuple[str, ...]:
+        """The model axes over which a tensor of this role is another piece on each rank."""
+        return self._wide(set(self.model_axes) - set(role.replicated_over))
+
+    def _wide(self, chosen: Container[str]) -> tuple[str, ...]:
+        return tuple(axis for axis, size in self.sizes.items() if axis in chosen and size > 1)
 
     def route(self, role: Role) -> Route | None:
         """The way of a gradient with this role; None where nothing is sent."""
-        joined = {*self.data_axes, *role.reduced_over}
-        axes = tuple(axis for axis in self.sizes if axis in joined and self.sizes[axis] > 1)
+        axes = self._wide({*self.data_axes, *role.reduced_over})
         averaged = {*self.data_axes, *role.averaged_over}
         return Route(axes, 1.0 / self.size([axis for axis in self.sizes if axis in averaged])) if axes else None
 
@@ -110,6 +142,13 @@ class Inventory:
         """Which parameters are trainable now."""
         return tuple(parameter.requires_grad for parameter in self.parameters)
 
+    def prepare(self, communicators: Communicators) -> list[tuple[str, ...]]:
+        """Makes all groups that reductions, norms and broadcasts of these parameters need. Called by all ranks."""
+        needed = set(self.by_group())
+        for role in self.roles:
+            needed |= {communicators.replicated(role), communicators.varying(role)}
+        return communicators.prepare(needed)
+
     def by_group(self) -> dict[tuple[str, ...], list[int]]:
         """The routed parameters by the axes of their group."""
         groups: dict[tuple[str, ...], list[int]] = {}
@@ -129,7 +168,7 @@ class Inventory:
         Raises:
             CollectiveMismatchError: on all ranks, naming the first parameter that differs and the ranks.
         """
-        data = tuple(axis for axis in communicators.data_axes if communicators.sizes[axis] > 1)
+        data = communicators.replicated_data
         groups: dict[tuple[str, ...], list[TensorEntry]] = {}
         for i, parameter in enumerate(self.parameters):
             route = self.routes[i]
@@ -139,13 +178,12 @@ class Inventory:
                 groups.setdefault(axes, []).append(entry)
         if data:
             groups.setdefault(data, [])
-        sequence = [(route and route.axes, tuple(p.shape)) for route, p in zip(self.routes, self.parameters, strict=True)]
-        mesh, world = communicators.world.mesh, communicators.world
-        members = {
-            axes: tuple(range(world.world_size)) if mesh is None else mesh.members(axes, world.rank) for axes in groups
-        }
+        sequence = [
+            (route and route.axes, tuple(p.shape)) for route, p in zip(self.routes, self.parameters, strict=True)
+        ]
         layout = hashlib.sha256(repr(sequence).encode()).hexdigest()
-        return agree_in_groups(world, {members[axes]: entries for axes, entries in groups.items()}, layout)
+        by_members = {communicators.members(axes): entries for axes, entries in groups.items()}
+        return agree_in_groups(communicators.world, by_members, layout)
 
 
 def _signature(parameters: Sequence[nn.Parameter]) -> list[tuple[int, torch.Size, torch.dtype]]:

@@ -23,20 +23,19 @@ class NormOperations:
 
     _collective: Collective
 
-    def _prepare_norms(self, inventory: Inventory, communicators: Communicators) -> None:
-        """Makes the groups over which pieces are summed. Called by all ranks, with the plan."""
+    def _prepare_norms(self, inventory: Inventory, communicators: Communicators, groups: list[tuple[str, ...]]) -> None:
+        """Chooses, out of the engine's groups, those over which pieces are summed."""
         self._norm_inventory = inventory
-        self._varying: list[tuple[str, ...]] = []
-        for role in inventory.roles:
-            replicated = set(role.replicated_over)
-            self._varying.append(
-                tuple(a for a in communicators.model_axes if a not in replicated and communicators.sizes[a] > 1)
-            )
-        # The ranks may hold different weights, so they agree on which sums there are: all that any rank has.
-        mine = sorted(set(self._varying) - {()})
-        everybody = self._collective.all_gather_object(mine) if communicators.model_axes else [mine]
-        self._norm_axes = sorted({tuple(axes) for rank in everybody for axes in rank})
+        self._varying = [communicators.varying(role) for role in inventory.roles]
+        # The ranks may hold different weights, so all sum over whatever any rank has pieces of.
+        model = set(communicators.model_axes)
+        self._norm_axes = [axes for axes in groups if set(axes) <= model]
         self._norm_groups = {axes: communicators.over(axes) for axes in self._norm_axes}
+
+    @property
+    def holds_pieces(self) -> bool:
+        """Whether some weights differ between model ranks, so that a norm needs communication."""
+        return bool(self._norm_axes)
 
     def grad_norm(self, parameters: Iterable[nn.Parameter] | None = None, norm_type: float = 2.0) -> Tensor:
         """The norm of all reduced gradients as one vector of the whole model. Called by all ranks.

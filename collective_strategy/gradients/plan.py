@@ -33,7 +33,9 @@ class Bucket:
         wire: The dtype on the way.
     """
 
-    def __init__(self, members: list[int], inventory: Inventory, route: Route, group: Collective, wire: torch.dtype) -> None:
+    def __init__(
+        self, members: list[int], inventory: Inventory, route: Route, group: Collective, wire: torch.dtype
+    ) -> None:
         self.members = members
         self.route = route
         self.group = group
@@ -87,7 +89,9 @@ class Bucket:
 
     def _filled(self, gradients: list[Tensor | None]) -> Tensor:
         buffer = self._free_buffer()
-        present = [(view, gradient) for view, gradient in zip(self._views, gradients, strict=True) if gradient is not None]
+        present = [
+            (view, gradient) for view, gradient in zip(self._views, gradients, strict=True) if gradient is not None
+        ]
         for view, gradient in zip(self._views, gradients, strict=True):
             if gradient is None:
                 view.zero_()
@@ -132,7 +136,9 @@ class Plan:
         for i in reversed(members):
             parameter, route = inventory.parameters[i], inventory.routes[i]
             assert route is not None
-            wire = reduce_dtype if reduce_dtype is not None and _widens(parameter.dtype, reduce_dtype) else parameter.dtype
+            wire = (
+                reduce_dtype if reduce_dtype is not None and _widens(parameter.dtype, reduce_dtype) else parameter.dtype
+            )
             nbytes = parameter.numel() * wire.itemsize
             if nbytes >= sizes.large:
                 closed.append(([i], route, wire))

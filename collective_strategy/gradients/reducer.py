@@ -87,6 +87,7 @@ class GradientReducer(NormOperations):
         static_graph: The user promises that all ranks run the same operations in the same order in backward. Without
             it, on asynchronous devices, buckets wait for the end of a backward whose forward communicated, because two
             groups in flight there must be launched in one order.
+        communicators: The engine's groups, to use those of an earlier reducer again.
 
     Raises:
         CollectiveMismatchError: on all ranks, when names, shapes, dtypes, ``requires_grad`` or marks differ within a
@@ -111,11 +112,12 @@ class GradientReducer(NormOperations):
         sizes: BucketSizes | None = None,
         reduce_dtype: torch.dtype | None = None,
         static_graph: bool = False,
+        communicators: Communicators | None = None,
     ) -> None:
         self.statistics = ReducerStatistics()
         self._module = module
         self._collective = collective
-        self._communicators = Communicators(collective)
+        self._communicators = communicators or Communicators(collective)
         self._unmarked: UnmarkedPolicy = unmarked
         self._sizes = sizes or BucketSizes()
         self._reduce_dtype = reduce_dtype
@@ -174,7 +176,8 @@ class GradientReducer(NormOperations):
         except BaseException as error:
             if self._run is not None and self._run.started:
                 self._broken = (
-                    f"a backward pass raised {type(error).__name__} after some of its gradients were sent, so the ranks' gradients "
+                    f"a backward pass raised {type(error).__name__} after some of its gradients were sent, so the "
+                    f"ranks' gradients "
                     "do not belong together any more. Make a new GradientReducer on all ranks, or end the run."
                 )
             self._armed, self._run = False, None
@@ -234,13 +237,10 @@ class GradientReducer(NormOperations):
         self.statistics.agreements += 1
         if old is not None and old.signature != self._inventory.signature:
             self._plans, self._deferred, self._sparse = {}, set(), set()
-        # made by all ranks here, in one order, before any backward needs them
-        for axes in sorted(self._inventory.by_group()):
-            self._communicators.over(axes)
+        groups = self._inventory.prepare(self._communicators)
         self._plan = self._plans.setdefault(self._inventory.mask(), self._make_plan())
-        self._prepare_norms(self._inventory, self._communicators)
+        self._prepare_norms(self._inventory, self._communicators, groups)
         if self._active:
-            self._communicators.over(tuple(axis for axis, size in self._communicators.sizes.items() if size > 1))
             self._hook_parameters()
         return {self._inventory.index[key]: g for key, g in before.items() if key in self._inventory.index}
 
@@ -248,7 +248,12 @@ class GradientReducer(NormOperations):
         parameters = self._inventory.parameters
         members = [i for i in self._inventory.routed if parameters[i].requires_grad and i not in self._sparse]
         return Plan.make(
-            self._inventory, self._communicators, members, self._sizes, self._reduce_dtype, interleaved=self._interleaved
+            self._inventory,
+            self._communicators,
+            members,
+            self._sizes,
+            self._reduce_dtype,
+            interleaved=self._interleaved,
         )
 
     def _choose_plan(self) -> bool:
@@ -422,8 +427,10 @@ class GradientReducer(NormOperations):
                     raise CollectiveError(self._dirty_message())
                 if i in self._pending and bool(parameter.grad.any()):
                     raise CollectiveError(
-                        f"{type(optimizer).__name__}.step() would use gradients of {self._inventory.names[i]} that were never"
-                        f" averaged over the {self._collective.world_size} ranks: all backwards since the last reduction"
+                        f"{type(optimizer).__name__}.step() would use gradients of {self._inventory.names[i]} that "
+                        f"were never"
+                        f" averaged over the {self._collective.world_size} ranks: all backwards since the last "
+                        f"reduction"
                         " ran with synchronisation off, so the ranks' weights would drift apart. Run the last backward"
                         " before the step with synchronisation on, or call strategy.reduce_gradients()."
                     )

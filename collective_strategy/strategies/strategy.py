@@ -16,8 +16,12 @@ from collective_strategy.collectives.checks import CheckMode
 from collective_strategy.collectives.collective import Collective
 from collective_strategy.collectives.layout import NO_DEFAULT
 from collective_strategy.collectives.registry import collective_class
-from collective_strategy.gradients.fingerprint import agree, buffer_entries, parameter_entries
+from collective_strategy.gradients.inventory import Communicators, Inventory
+from collective_strategy.gradients.plan import BucketSizes
 from collective_strategy.gradients.reducer import GradientReducer
+from collective_strategy.gradients.replicas import agree_on_buffers, broadcast_replicas
+from collective_strategy.sharing.marks import record_marks, restore_marks
+from collective_strategy.sharing.roles import UnmarkedPolicy
 from collective_strategy.strategies.communication import CommunicationBehaviour
 from collective_strategy.strategies.dataloaders import DataloaderPreparation
 from collective_strategy.strategies.environments import (
@@ -27,7 +31,7 @@ from collective_strategy.strategies.environments import (
 )
 from collective_strategy.strategies.metrics import MetricConnection
 from collective_strategy.strategies.module import warn_if_taken
-from collective_strategy.strategies.state_sync import broadcast_tensors, module_tensors
+from collective_strategy.strategies.precision import PrecisionConnection
 
 log = logging.getLogger("collective_strategy")
 
@@ -47,6 +51,9 @@ class CollectiveStrategyBehaviour(CommunicationBehaviour):
         check: compare the ranks' calls before data moves; ``"auto"`` means on up to 16 ranks.
         start_method: how ``Trainer(devices=n)`` starts the processes when no launcher did: the script again
             (``"popen"``), or ``"spawn"``, ``"fork"``, ``"forkserver"`` for notebooks.
+        unmarked: what a weight without a mark (see `collective_strategy.shared`) is on the model axes: ``"private"``,
+            ``"shared"`` or ``"error"``.
+        bucket_sizes, reduce_dtype, static_graph: how gradients are reduced, see :class:`GradientReducer`.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in any strategy.
         **backend_options: for the backend's constructor, e.g. ``backend="gloo"``.
 
@@ -72,6 +79,10 @@ class CollectiveStrategyBehaviour(CommunicationBehaviour):
         timeout: timedelta | float | None = None,
         check: CheckMode = "auto",
         start_method: str = "popen",
+        unmarked: UnmarkedPolicy = "private",
+        bucket_sizes: BucketSizes | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        static_graph: bool = False,
         accelerator: Any | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any | None = None,
@@ -91,6 +102,14 @@ class CollectiveStrategyBehaviour(CommunicationBehaviour):
             raise ValueError(f"start_method={start_method!r} is none of 'popen', 'spawn', 'fork', 'forkserver'.")
         self._start_method = start_method
         self._num_nodes = 1
+        self._unmarked: UnmarkedPolicy = unmarked
+        self._reducer_settings: dict[str, Any] = {
+            "sizes": bucket_sizes,
+            "reduce_dtype": reduce_dtype,
+            "static_graph": static_graph,
+        }
+        self._communicators: Communicators | None = None
+        self._precision_connection: PrecisionConnection | None = None
         self._reducer: GradientReducer | None = None
         self._metrics: MetricConnection | None = None
         self._preparation: DataloaderPreparation | None = None
@@ -102,6 +121,16 @@ class CollectiveStrategyBehaviour(CommunicationBehaviour):
             cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
+        )
+
+    def __repr__(self) -> str:
+        """Lightning shows it when it refuses a strategy, which it does when it is the other Lightning package."""
+        place = "" if self.names.pytorch == "lightning.pytorch" else ".pytorch_lightning"
+        package = self.names.pytorch.partition(".")[0]
+        return (
+            f"<collective_strategy{place}.CollectiveStrategy ({self.collective.backend_name}), for Trainers of the "
+            f"package"
+            f" '{package}'>"
         )
 
     # -- what Lightning asks at construction -----------------------------------------------------------------------
@@ -184,7 +213,8 @@ class CollectiveStrategyBehaviour(CommunicationBehaviour):
         if self.collective.backend_name == "single" and self.num_processes * self.num_nodes > 1:
             raise ValueError(
                 f"CollectiveStrategy('single') is the one-process collective, but the Trainer has"
-                f" devices={self.num_processes} and num_nodes={self.num_nodes}. Each process would train alone: set devices=1, or use 'torch'."
+                f" devices={self.num_processes} and num_nodes={self.num_nodes}. Each process would train alone: set "
+                f"devices=1, or use 'torch'."
             )
         script_launcher, process_launcher = self.launcher_classes
         if self._start_method == "popen" or cluster.creates_processes_externally:
@@ -204,6 +234,7 @@ class CollectiveStrategyBehaviour(CommunicationBehaviour):
         if not self.collective.is_set_up:
             place = launch_environment(self.cluster_environment, self.num_processes)
             self.collective.setup(place, device=self.root_device)
+            self._communicators = None
             self._opened_here = True
             atexit.register(self.collective.teardown)
         module = self.lightning_module
@@ -225,25 +256,34 @@ class CollectiveStrategyBehaviour(CommunicationBehaviour):
         assert self.model is not None
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == self.names.TrainerFn.FITTING
+        marks = record_marks(self.model)
         if fitting:
             self.model = self._synchronise_layers(self.model)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         self.model = self._setup_model(self.model)
-        data = self.collective.data
+        restore_marks(self.model, marks)
+        self._communicators = communicators = self._communicators or Communicators(self.collective)
         # the ranks compare their models before anything of them is sent
         if fitting:
-            self._reducer = GradientReducer(self.model, data)
+            self._reducer = GradientReducer(
+                self.model,
+                self.collective,
+                unmarked=self._unmarked,
+                communicators=communicators,
+                **self._reducer_settings,
+            )
+            self._precision_connection = PrecisionConnection(self.precision_plugin, self._reducer)
         else:
-            agree(data, parameter_entries(self.model))
-        agree(data, buffer_entries(self.model), "buffer")
-        broadcast_tensors(data, module_tensors(self.model))
+            Inventory(self.model, communicators, self._unmarked).agree(communicators)
+        agree_on_buffers(self.model, communicators)
+        broadcast_replicas(self.model, communicators, self._unmarked)
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if fitting:
             self.names.optimizers_to_device(self.optimizers, self.root_device)
-        self._metrics = MetricConnection(self.model, data)
+        self._metrics = MetricConnection(self.model, self.collective.data)
 
     def model_to_device(self) -> None:
         assert self.model is not None
@@ -309,14 +349,12 @@ class CollectiveStrategyBehaviour(CommunicationBehaviour):
     def sync_buffers(self, occasion: str) -> None:
         """Gives all data ranks the buffers of the first. Called by every rank; ``occasion`` appears in errors."""
         module = self.lightning_module
-        buffers = [] if module is None else list(module.buffers())
-        if not buffers or not self._can_communicate(f"synchronising buffers at {occasion}"):
+        if module is None or not any(True for _ in module.buffers()) or self._communicators is None:
             return
-        data = self.collective.data
-        if data.world_size > 1:
+        if self.collective.world_size > 1 and self._can_communicate(f"synchronising buffers at {occasion}"):
             # a rank that is missing here is named, which the broadcast itself could not do
-            data.barrier(f"buffers at {occasion}")
-            broadcast_tensors(data, buffers)
+            self.collective.barrier(f"buffers at {occasion}")
+            broadcast_replicas(module, self._communicators, self._unmarked, buffers_only=True)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self.sync_buffers("the checkpoint")
@@ -347,6 +385,9 @@ class CollectiveStrategyBehaviour(CommunicationBehaviour):
         if self._reducer is not None:
             self._reducer.close()
             self._reducer = None
+        if self._precision_connection is not None:
+            self._precision_connection.close()
+            self._precision_connection = None
         if self._metrics is not None:
             self._metrics.close()
             self._metrics = None
@@ -361,12 +402,13 @@ class CollectiveStrategyBehaviour(CommunicationBehaviour):
         if self._opened_here and (interrupted or self.collective.world_size == 1):
             self.collective.teardown()
             atexit.unregister(self.collective.teardown)
-            self._opened_here = False
+            self._opened_here, self._communicators = False, None
         super().teardown()
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        return state | {"_reducer": None, "_metrics": None, "_preparation": None, "_opened_here": False}
+        live = ("_reducer", "_metrics", "_preparation", "_communicators", "_precision_connection")
+        return state | dict.fromkeys(live) | {"_opened_here": False}
 
 
 def _make_collective(

@@ -97,23 +97,22 @@ class Worker:
         finally:
             theirs.close()
             os.close(lifeline)
-        self._main_thread: int = self.connection.recv()
+        self._main_header = f"0x{self.connection.recv():016x}"
 
-    def stacks(self, patience: float = 2.0) -> str:
+    def stacks(self, patience: float = 5.0) -> str:
         """Where its threads stand now, the main thread first; works while it is blocked in C code."""
         start = self._stacks_size()
         try:
             os.kill(self.process, STACK_SIGNAL)
         except ProcessLookupError:
             return "the process is gone"
-        deadline, seen = time.monotonic() + patience, start
+        text, deadline = "", time.monotonic() + patience
         while time.monotonic() < deadline:
             time.sleep(0.05)
-            size = self._stacks_size()
-            if size > start and size == seen:
+            before, text = text, self._read_stacks(start)
+            if self._main_header in text and text == before:  # on a busy machine it comes in pieces
                 break
-            seen = size
-        return self._main_thread_first(self._read_stacks(start)) or "no answer: stopped, or deep in C code"
+        return self._main_thread_first(text) or "no answer: stopped, or deep in C code"
 
     def last_words(self) -> str:
         """What the fault handler wrote when a signal ended the process."""
@@ -143,10 +142,9 @@ class Worker:
 
     def _main_thread_first(self, text: str) -> str:
         blocks = re.split(r"(?m)^(?=(?:Current thread|Thread) 0x)", text)
-        main = f"0x{self._main_thread:016x}"
         lifeline = "in _die_with_parent"
         blocks = [block.rstrip() for block in blocks if block.strip() and lifeline not in block]
-        return "\n".join(sorted(blocks, key=lambda block: main not in block.partition("\n")[0]))
+        return "\n".join(sorted(blocks, key=lambda block: self._main_header not in block.partition("\n")[0]))
 
 
 class Pool:

@@ -30,6 +30,7 @@ NAMES = (
     "unfrozen_and_replaced",
     "weighting_by_count",
     "non_finite_gradient",
+    "loss_scaling_by_lightning",
     "loss_without_forward",
     "sparse_gradients",
 )
@@ -135,6 +136,13 @@ def test_samples_can_be_weighted_by_their_number(job: Ended) -> None:
 
 def test_non_finite_gradient_on_one_rank_makes_all_ranks_skip(job: Ended) -> None:
     assert _same(job, "non_finite_gradient") == [[False, True, False], 2.0, -4.0]
+
+
+def test_loss_scaling_skips_alike_and_clips_unscaled_averages(job: Ended) -> None:
+    """Two steps of (2, 2) clipped to norm 1, and a scale that went from 4 to 2."""
+    w, scale = _same(job, "loss_scaling_by_lightning")
+    assert w == pytest.approx(-2 * 0.70711, abs=1e-4)
+    assert scale == 2.0
 
 
 def test_loss_computed_without_forward(job: Ended) -> None:

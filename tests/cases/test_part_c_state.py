@@ -54,7 +54,14 @@ def test_resuming_equals_training_straight_through(job: Ended) -> None:
     result = _same(job, "resume")
     half = result["half"]
     assert -0.83 < half < -0.62  # 0.1 m and 0.1 (5 - m) + 0.09 m for a first mean m between 1.5 and 3.5
-    assert result == {"half": half, "equal": True, "steps": [4, 4], "epochs": [2, 2], "exists": True, "left": ["resume.ckpt"]}
+    assert result == {
+        "half": half,
+        "equal": True,
+        "steps": [4, 4],
+        "epochs": [2, 2],
+        "exists": True,
+        "left": ["resume.ckpt"],
+    }
 
 
 def test_a_checkpoint_of_two_ranks_loads_in_one_process(job: Ended, directory: Path, tmp_path: Path) -> None:

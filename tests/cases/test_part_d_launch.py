@@ -95,5 +95,3 @@ def test_results_of_forked_and_spawned_ranks_come_back(method: str, tmp_path: Pa
     assert result["late"] == -5.0
     assert "late.weight" in ended.output
     assert "head.weight" in ended.output
-
-

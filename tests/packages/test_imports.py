@@ -42,6 +42,18 @@ def test_collectives_need_torch_only():
     assert run_without(["lightning", "pytorch_lightning", "cloudpickle", "torch_xla", "horovod"], script) == ["True"]
 
 
+@pytest.mark.parametrize(
+    "module", ["collective_strategy", "collective_strategy.collectives", "collective_strategy.testing"]
+)
+def test_lightning_is_not_loaded_where_it_is_not_used(module):
+    script = f"""
+    import sys
+    import {module}
+    print(*[name for name in ("lightning", "pytorch_lightning") if name in sys.modules])
+    """
+    assert run_without([], script) == []
+
+
 def test_the_strategy_for_pytorch_lightning_does_not_need_lightning():
     script = """
     from collective_strategy.pytorch_lightning import CollectiveStrategy

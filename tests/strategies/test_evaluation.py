@@ -115,6 +115,14 @@ def test_a_users_batch_sampler_is_dealt_out(jobs: dict[int, Ended]) -> None:
     assert "its own batch sampler Own: of its 7 batches" in values[0]["warnings"][0]
 
 
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_loaders_made_in_hooks_are_remade_with_their_arguments(jobs: dict[int, Ended], n: int) -> None:
+    values = jobs[n].values("loaders_made_in_hooks")
+    for i in range(2):
+        assert sorted(x for seen, _ in values for x in seen[i]) == [float(k) for k in range(9)]
+    assert {label for _, label in values} == {"mine"}
+
+
 def test_iterable_data_is_left_to_the_user_with_a_message(jobs: dict[int, Ended]) -> None:
     values = jobs[2].values("iterable")
     assert [value["batches"] for value in values] == [[[0.0, 1.0], [2.0, 3.0]]] * 2

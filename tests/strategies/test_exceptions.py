@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from launching import Ended, run
 
-TIMEOUT = 5
+TIMEOUT = 4
 PLACES = (
     "prepare_data",
     "setup",

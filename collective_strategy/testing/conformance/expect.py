@@ -83,11 +83,11 @@ class Expect:
         self._problems.append(f"{self._context}{what}: nothing was raised, the result is {_short(result)}")
         return ""
 
-    def finish(self) -> None:
-        """Raises what was found."""
+    def finish(self, note: str = "") -> None:
+        """Raises what was found, with a note about what came after it."""
         if self._problems:
             more = len(self._problems) - _SHOWN
-            shown = self._problems[:_SHOWN] + ([f"and {more} more"] if more > 0 else [])
+            shown = self._problems[:_SHOWN] + ([f"and {more} more"] if more > 0 else []) + ([note] if note else [])
             raise AssertionError("\n".join(shown))
 
     def _is_tensor(self, actual: Any, dtype: torch.dtype, shape: tuple[int, ...], what: str) -> bool:

@@ -101,7 +101,11 @@ def perform(collective: Collective, module: str, name: str) -> None:
     """Runs a check on this rank."""
     template: Template = getattr(importlib.import_module(module), name)
     expect = Expect()
-    template.function(collective, expect)
+    try:
+        template.function(collective, expect)
+    except Exception as error:
+        expect.finish(f"after that, {type(error).__name__}: {error}")
+        raise
     expect.finish()
 
 

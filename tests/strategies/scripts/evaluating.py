@@ -102,6 +102,37 @@ def single_samples_with_a_rest() -> Any:
     return validated(numbers(N + 1, 1))
 
 
+class Loader(DataLoader):
+    """A subclass with an argument of its own, and attributes set later."""
+
+    def __init__(self, dataset: Values, batch_size: int, label: str, **kwargs: Any) -> None:
+        super().__init__(dataset, batch_size, **kwargs)
+        self.label = label
+
+
+@scenario
+def loaders_made_in_hooks() -> Any:
+    """Positional arguments, a subclass, workers; two loaders."""
+
+    class Hooks(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[list[float]] = [[], []]
+            self.label = ""
+
+        def val_dataloader(self) -> list[DataLoader]:
+            values = Values([float(i) for i in range(9)])
+            return [DataLoader(values, 2, False), Loader(values, 4, "mine", num_workers=1)]
+
+        def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int) -> None:
+            self.seen[dataloader_idx] += batch.tolist()
+            self.label = getattr(self.trainer.val_dataloaders[1], "label", "lost")
+
+    model = Hooks()
+    trainer(N).validate(model, verbose=False)
+    return [model.seen, model.label]
+
+
 class Own(BatchSampler):
     """Seven batches of 1, 2, ... 7 samples."""
 

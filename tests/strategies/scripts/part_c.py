@@ -9,6 +9,7 @@ import lightning as L
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import BasePredictionWriter, EarlyStopping
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, WeightedRandomSampler
 from toys import Toy, Values, fit, loader, main, rank, scenario, trainer
@@ -679,6 +680,21 @@ def non_finite_gradient() -> Any:
     model = Guarded()
     fit(model, own=[[1.0, 1.0, 1.0], [3.0, 3.0, 3.0]])
     return [model.decisions, model.scaler.get_scale(), model.w]
+
+
+@scenario
+def loss_scaling_by_lightning() -> Any:
+    """fp16 autocast with Lightning's plugin: an infinite loss on one rank is skipped by both."""
+
+    class Infinite(Toy):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            return loss * float("inf") if batch_idx == 1 and rank() == 0 else loss
+
+    model = Infinite()
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=4.0))
+    fit(model, own=[[1.0, 1.0, 1.0], [3.0, 3.0, 3.0]], plugins=[plugin], gradient_clip_val=1.0)
+    return [model.w, plugin.scaler.get_scale()]
 
 
 @scenario

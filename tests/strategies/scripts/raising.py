@@ -31,7 +31,7 @@ PLACES = (
     "on_exception",
     "teardown",
 )
-TIMEOUT = 5
+TIMEOUT = 4
 place, raising_rank = "", -1
 
 
