@@ -86,7 +86,7 @@ class TorchDistributedCollective(Collective):
         super()._reset()
         self._owns_world = False
         self._loopback = False
-        self._generation = 0
+        self._generation = "own"
         self._known: Capabilities | None = None
 
     @property
