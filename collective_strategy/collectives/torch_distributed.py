@@ -166,11 +166,10 @@ class TorchDistributedCollective(Collective):
             self.process_group_backend = dist.get_backend()
         store = distributed_c10d._get_default_store()
         generation = _next_generation(store, self.world_size)
-        return (
-            None
-            if generation is None
-            else SideChannel(store, second_connection(store), f"collective_strategy/adopted/{generation}")
-        )
+        if generation is None:
+            return None
+        self._generation = f"adopted {generation}"  # an earlier collective of this process may have groups too
+        return SideChannel(store, second_connection(store), f"collective_strategy/adopted/{generation}")
 
     def _close(self) -> None:
         if self._owns_world and dist.is_initialized():
