@@ -109,8 +109,8 @@ class CollectiveStrategyBehaviour(CommunicationBehaviour):
         place = "" if self.names.pytorch == "lightning.pytorch" else ".pytorch_lightning"
         package = self.names.pytorch.partition(".")[0]
         return (
-            f"<collective_strategy{place}.CollectiveStrategy ({self.collective.backend_name}), for Trainers of the package"
-            f" '{package}'>"
+            f"<collective_strategy{place}.CollectiveStrategy ({self.collective.backend_name}), for Trainers of the"
+            f" package '{package}'>"
         )
 
     # -- what Lightning asks at construction -----------------------------------------------------------------------
@@ -192,8 +192,9 @@ class CollectiveStrategyBehaviour(CommunicationBehaviour):
         cluster.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if self.collective.backend_name == "single" and self.num_processes * self.num_nodes > 1:
             raise ValueError(
-                f"CollectiveStrategy('single') is the one-process collective, but the Trainer has"
-                f" devices={self.num_processes} and num_nodes={self.num_nodes}. Each process would train alone: set devices=1, or use 'torch'."
+                "CollectiveStrategy('single') is the one-process collective, but the Trainer has"
+                f" devices={self.num_processes} and num_nodes={self.num_nodes}. Each process would train alone: set"
+                " devices=1, or use 'torch'."
             )
         script_launcher, process_launcher = self.launcher_classes
         if self._start_method == "popen" or cluster.creates_processes_externally:

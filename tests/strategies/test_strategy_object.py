@@ -117,7 +117,7 @@ def test_the_collective_of_a_module_without_a_trainer() -> None:
 def test_the_mixin_gives_no_local_answer_when_there_are_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(RuntimeError, match="2 processes, but torch.distributed is not initialised"):
+    with pytest.raises(RuntimeError, match=r"2 processes, but torch\.distributed is not initialised"):
         _ = Net().collective
 
 
