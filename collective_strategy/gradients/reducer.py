@@ -1,27 +1,18 @@
 """Reduces the gradients of one module over one collective, once each, between backward and step."""
 
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from collective_strategy.collectives.collective import Collective
 from collective_strategy.collectives.errors import CollectiveError, CollectiveMismatchError
 from collective_strategy.gradients.fingerprint import agree, parameter_entries
+from collective_strategy.gradients.guard import StepGuard
 from collective_strategy.gradients.plan import ReductionPlan, reduce_dense, reduce_sparse
-
-_WAY_OUT = (
-    "Call self.manual_backward(loss) instead of loss.backward(), or strategy.reduce_gradients() between the backward"
-    " and the step (reducer.backward() and reducer.reduce_gradients() in a plain loop)."
-)
 
 
 @dataclass
@@ -69,17 +60,9 @@ class GradientReducer:
         self._collective = collective
         self._plan = ReductionPlan.of(module)
         self._parts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self._dirty: set[int] = set()
-        self._pending: set[int] = set()
-        self._armed = False
         self._blocked = False
-        self._hooks: dict[int, RemovableHandle] = {}
-        self._step_hook: RemovableHandle | None = None
         agree(collective, parameter_entries(module))
-        if collective.world_size > 1:
-            self._hook_parameters()
-            # a global hook, so that optimizers nobody registered with us are seen as well
-            self._step_hook = register_optimizer_step_pre_hook(_weakly(self, "_before_step"))
+        self._guard = StepGuard(self._plan, collective) if collective.world_size > 1 else None
 
     @contextmanager
     def backward(self, sync: bool = True) -> Iterator[None]:
@@ -92,26 +75,27 @@ class GradientReducer:
             CollectiveError: on all ranks, when some rank ran a backward outside this context since the last
                 reduction, or when the ranks disagree about which parameters are trainable.
         """
-        if self._collective.world_size == 1:
+        guard = self._guard
+        if guard is None:
             yield
             return
-        if self._armed:
+        if guard.armed:
             raise CollectiveError("reducer.backward() was entered inside itself; end the first backward before.")
         sync = sync and not self._blocked
-        aside = self._set_aside()
-        self._hook_parameters()
-        self._armed = True
+        aside = self._set_aside(guard)
+        guard.hook_parameters()
+        guard.armed = True
         try:
             yield
         except BaseException:
-            self._armed = False
-            self._keep_local(aside)
+            guard.armed = False
+            self._keep_local(guard, aside)
             raise
-        self._armed = False
+        guard.armed = False
         if sync:
-            self._flush(aside)
+            self._flush(guard, aside)
         else:
-            self._keep_local(aside)
+            self._keep_local(guard, aside)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -127,50 +111,32 @@ class GradientReducer:
 
         Called by every rank.
         """
-        if self._collective.world_size == 1:
-            return
-        self._dirty.clear()
-        self._flush(self._set_aside())
+        if self._guard is not None:
+            self._guard.dirty.clear()
+            self._flush(self._guard, self._set_aside(self._guard))
 
     def close(self) -> None:
         """Removes all hooks. Local, idempotent."""
-        for handle in self._hooks.values():
-            handle.remove()
-        self._hooks.clear()
-        if self._step_hook is not None:
-            self._step_hook.remove()
-            self._step_hook = None
+        if self._guard is not None:
+            self._guard.close()
 
     # -- before backward -----------------------------------------------------------------------------------------
 
-    def _hook_parameters(self) -> None:
-        """Hooks the parameters that became trainable; torch refuses hooks on frozen ones."""
-        for i, parameter in enumerate(self._plan.parameters):
-            if i not in self._hooks and parameter.requires_grad:
-                callback = _weakly(self, "_after_accumulation", i)
-                self._hooks[i] = parameter.register_post_accumulate_grad_hook(callback)
-
-    def _after_accumulation(self, index: int, _parameter: Tensor) -> None:
-        if not self._armed:
-            self._dirty.add(index)
-
-    def _set_aside(self) -> dict[int, Tensor]:
+    def _set_aside(self, guard: StepGuard) -> dict[int, Tensor]:
         """Takes the reduced part out of every ``.grad`` and leaves the local part there."""
         aside: dict[int, Tensor] = {}
         for i, parameter in enumerate(self._plan.parameters):
             gradient = parameter.grad
             if gradient is None:
-                # zero_grad() dropped it, and with it the reason for a complaint
-                self._dirty.discard(i)
-                self._pending.discard(i)
+                guard.forget(i)
                 continue
             parts: _Parts | None = self._parts.pop(gradient, None)
             if parts is None:
                 continue
-            if parts.reduced is None and i not in self._dirty:
+            if parts.reduced is None and i not in guard.dirty:
                 aside[i] = gradient
                 parameter.grad = None
-            elif parts.local is not None and i not in self._dirty:
+            elif parts.local is not None and i not in guard.dirty:
                 # an in-place change since then (unscaling, zeroing) is taken to be equal on all ranks
                 aside[i] = gradient - parts.local
                 parameter.grad = parts.local
@@ -179,12 +145,12 @@ class GradientReducer:
 
     # -- after backward ------------------------------------------------------------------------------------------
 
-    def _keep_local(self, aside: dict[int, Tensor]) -> None:
+    def _keep_local(self, guard: StepGuard, aside: dict[int, Tensor]) -> None:
         """Shows the sum to the user, and remembers which part of it is still local."""
         for i, parameter in enumerate(self._plan.parameters):
             local = parameter.grad
             if local is not None:
-                self._pending.add(i)
+                guard.pending.add(i)
             if i not in aside:
                 continue
             if local is None:
@@ -195,14 +161,14 @@ class GradientReducer:
                 self._parts[parameter.grad] = _Parts(reduced=aside[i], local=local)
 
     @torch.no_grad()
-    def _flush(self, aside: dict[int, Tensor]) -> None:
-        flags = self._exchange_flags()
+    def _flush(self, guard: StepGuard, aside: dict[int, Tensor]) -> None:
+        flags = self._exchange_flags(guard)
         if flags is None:
             # some rank's parameters changed: agree on a new plan; indices in `aside` follow the parameters
             before = {id(self._plan.parameters[i]): gradient for i, gradient in aside.items()}
-            self._replan()
+            self._replan(guard)
             aside = {self._plan.index[key]: gradient for key, gradient in before.items() if key in self._plan.index}
-            flags = self._exchange_flags()
+            flags = self._exchange_flags(guard)
             assert flags is not None
         used, sparse = flags
         parameters = self._plan.parameters
@@ -220,8 +186,7 @@ class GradientReducer:
         for i, gradient in aside.items():
             parameters[i].grad = gradient
             self._parts[gradient] = _Parts()
-        self._pending.clear()
-        self._dirty.clear()
+        guard.clear()
 
     def _write_back(self, index: int, mean: Tensor, reduced_before: Tensor | None) -> None:
         parameter = self._plan.parameters[index]
@@ -237,7 +202,7 @@ class GradientReducer:
         assert parameter.grad is not None
         self._parts[parameter.grad] = _Parts()
 
-    def _exchange_flags(self) -> tuple[list[int], set[int]] | None:
+    def _exchange_flags(self, guard: StepGuard) -> tuple[list[int], set[int]] | None:
         """One small all-reduce tells every rank who used what.
 
         Returns:
@@ -246,7 +211,7 @@ class GradientReducer:
         """
         parameters, names = self._plan.parameters, self._plan.names
         stale = self._plan.is_stale(self._module)
-        header = [float(bool(self._dirty)), float(stale)]
+        header = [float(bool(guard.dirty)), float(stale)]
         used = [float(p.grad is not None) for p in parameters]
         sparse = [float(p.grad is not None and p.grad.is_sparse) for p in parameters]
         trainable = [float(p.requires_grad) for p in parameters]
@@ -255,7 +220,7 @@ class GradientReducer:
         sums = flags.tolist()
         n, count = self._collective.world_size, len(parameters)
         if sums[0]:
-            raise CollectiveError(self._dirty_message(int(sums[0])))
+            raise CollectiveError(guard.dirty_message(int(sums[0])))
         if sums[1]:
             return None
         sums = sums[2:]
@@ -270,75 +235,11 @@ class GradientReducer:
         all_sparse = {i for i in some_used if sums[count + i] == sums[i]}
         return some_used, all_sparse
 
-    def _replan(self) -> None:
+    def _replan(self, guard: StepGuard) -> None:
         self._plan = ReductionPlan.of(self._module)
         agree(self._collective, parameter_entries(self._module))
-        for handle in self._hooks.values():
-            # the hooks carry the old index
-            handle.remove()
-        self._hooks.clear()
-        self._hook_parameters()
-
-    # -- at the optimizer step -----------------------------------------------------------------------------------
-
-    def _before_step(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        def checked(closure: Callable[[], Any]) -> Callable[[], Any]:
-            def run() -> Any:
-                result = closure()
-                self._refuse_unreduced(optimizer)
-                return result
-
-            return run
-
-        # With a closure the backward runs inside step(): before it, local gradients of earlier micro-batches are
-        # right, so the check comes after it. `args` starts with the optimizer.
-        if kwargs.get("closure") is not None:
-            return args, kwargs | {"closure": checked(kwargs["closure"])}
-        if len(args) > 1 and callable(args[1]):
-            return (args[0], checked(args[1]), *args[2:]), kwargs
-        self._refuse_unreduced(optimizer)
-        return None
-
-    def _refuse_unreduced(self, optimizer: Optimizer) -> None:
-        if not self._dirty and not self._pending:
-            return
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                i = self._plan.index.get(id(parameter))
-                if i is None or parameter.grad is None:
-                    continue
-                if i in self._dirty:
-                    raise CollectiveError(self._dirty_message())
-                if i in self._pending and bool(parameter.grad.any()):
-                    raise CollectiveError(
-                        f"{type(optimizer).__name__}.step() would use gradients of {self._plan.names[i]} that were"
-                        f" never averaged over the {self._collective.world_size} ranks: all backwards since the last"
-                        " reduction ran with synchronisation off, so the ranks' weights would drift apart. Run the last"
-                        " backward before the step with synchronisation on, or call strategy.reduce_gradients()."
-                    )
-
-    def _dirty_message(self, ranks: int | None = None) -> str:
-        names = [self._plan.names[i] for i in sorted(self._dirty)]
-        shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-        where = f"of {shown} on rank {self._collective.global_rank}" if names else f"on {ranks} other rank(s)"
-        return (
-            f"A backward pass ran outside the strategy, so the gradients {where} were not averaged over the"
-            f" {self._collective.world_size} ranks, and their weights would drift apart. {_WAY_OUT}"
-        )
+        guard.watch(self._plan)
 
 
 def _densified(gradient: Tensor | None) -> Tensor | None:
     return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
-
-
-def _weakly(owner: object, method: str, *bound: Any) -> Callable[..., Any]:
-    """A hook that neither keeps its owner alive nor fires after it is gone."""
-    reference = weakref.ref(owner)
-
-    def hook(*args: Any) -> Any:
-        alive = reference()
-        return None if alive is None else getattr(alive, method)(*bound, *args)
-
-    return hook

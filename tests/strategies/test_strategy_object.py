@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,8 @@ def test_names_are_registered_and_work_on_one_device(strategy: str) -> None:
     trainer.fit(model, _data())
     assert model.shapes == [torch.Size([1, 3])] * 2
     assert type(trainer.strategy) is CollectiveStrategy
+    # the next Trainer of this process may have several devices
+    assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"} & set(os.environ)
     assert not trainer.strategy.collective.is_set_up
 
 
