@@ -19,21 +19,21 @@ from torch.autograd import forward_ad
 
 from collective_strategy.collectives import transport
 from collective_strategy.collectives.operations import ReduceOp
-from collective_strategy.collectives.type_hook import is_checked, type_hook
+from collective_strategy.collectives.type_hook import Types, is_checked, type_hook, types_of, types_of_gradient
 
 Raw = Callable[..., Tensor]
 Differentiable = Callable[..., Tensor]
 
 
-def _pair(name: str, forward: Raw, backward: Differentiable, gradient_of: str = "") -> Differentiable:
+def _pair(name: str, forward: Raw, backward: Differentiable, types: Types | None = None) -> Differentiable:
     """One autograd Function ``f(collective, x, *settings)``, given forward and backward of the same form.
 
-    Every forward here is linear in x, so the directional derivative (forward-mode AD) is the forward itself. A pair
-    that is no operation, only the gradient of one, says of which.
+    Every forward here is linear in x, so the directional derivative (forward-mode AD) is the forward itself. The types
+    are those of the operation of that name, unless given.
     """
 
     class Function(torch.autograd.Function):
-        spmd_typecheck = staticmethod(type_hook(name, gradient_of))
+        spmd_typecheck = staticmethod(type_hook(types or types_of(name)))
 
         @staticmethod
         def forward(x: Tensor, collective: Any, settings: tuple[Any, ...]) -> Tensor:
@@ -120,7 +120,7 @@ divided_replicate: Differentiable = _pair(
     "replicate of the mean",
     _divided,
     lambda c, g: all_reduce_invariant(c, g, ReduceOp.MEAN),
-    gradient_of="all_reduce(to='invariant')",
+    types=types_of_gradient("all_reduce(to='invariant')"),
 )
 # varying -> replicate | partial -> varying, along a dim
 all_gather_replicate: Differentiable = _pair(
@@ -150,7 +150,14 @@ in_zeros: Differentiable = _pair(
     "zeros around own chunk",
     transport.own_chunk_in_zeros,
     lambda c, g, dim, sizes: shard_replicate(c, g, dim, sizes),
-    gradient_of="shard(of='replicate')",
+    types=types_of_gradient("shard(of='replicate')"),
+)
+# replicate -> partial, its own gradient: one rank keeps the value, so that the ranks' sum is the value
+kept_by_first: Differentiable = _pair(
+    "replicate to partial",
+    lambda c, x: _at_root(c, x, 0),
+    lambda c, g: kept_by_first(c, g),
+    types=("replicate", "partial"),
 )
 # varying -> varying
 all_to_all: Differentiable = _pair(
@@ -169,7 +176,7 @@ sum_at_root: Differentiable = _pair(
     "sum at src",
     _sum_at_root,
     lambda c, g, src: broadcast_replicate(c, g, src),
-    gradient_of="broadcast(to='replicate')",
+    types=types_of_gradient("broadcast(to='replicate')"),
 )
 # varying -> invariant | invariant -> varying
 broadcast_invariant: Differentiable = _pair(
@@ -179,7 +186,7 @@ at_root: Differentiable = _pair(
     "own gradient at src",
     _at_root,
     lambda c, g, src: broadcast_invariant(c, g, src),
-    gradient_of="broadcast(to='invariant')",
+    types=types_of_gradient("broadcast(to='invariant')"),
 )
 # varying -> varying
 scatter: Differentiable = _pair(
@@ -189,5 +196,5 @@ gathered_at_root: Differentiable = _pair(
     "chunks gathered at src",
     _gathered_at_root,
     lambda c, g, src, dim, sizes: scatter(c, g, src, dim, sizes),
-    gradient_of="scatter",
+    types=types_of_gradient("scatter"),
 )

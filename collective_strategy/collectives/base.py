@@ -6,7 +6,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar, TypeVar
@@ -368,7 +368,18 @@ class CollectiveBase(ABC):
             checker, number = self._checker, self._calls
             self._guarded(lambda: checker.compare(number, planned.call, planned.details, planned.verify))
         self.counters.count(operation, planned.nbytes)
-        return planned.run()
+        with self._exact():
+            return planned.run()
+
+    def _exact(self) -> AbstractContextManager[Any]:
+        """Outside autocast, which would change dtypes on the way (and refuses to join float64 tensors)."""
+        active = [kind for kind in {"cpu", self.device.type} if torch.is_autocast_enabled(kind)]
+        if not active:
+            return nullcontext()
+        stack = ExitStack()
+        for kind in active:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        return stack
 
     def _require_usable(self, operation: str) -> None:
         if self._outside is not None:
@@ -419,7 +430,7 @@ class CollectiveBase(ABC):
     def _backward_of(self, name: str) -> Iterator[None]:
         """Names what a backward pass communicates, if the collective can still be used."""
         self._require_usable(f"backward of {name}")
-        with self._named(f"backward of {name}"):
+        with self._named(f"backward of {name}"), self._exact():
             yield
 
     def _translated(self, error: Exception, text: str, waited: float) -> CollectiveError:

@@ -12,6 +12,7 @@ from collective_strategy.collectives import autograd
 from collective_strategy.collectives.arguments import chunk_sizes, dim_argument
 from collective_strategy.collectives.collective import Collective
 from collective_strategy.collectives.operations import SpmdType
+from collective_strategy.collectives.type_hook import same_type
 
 
 def scale_grad(x: Tensor, factor: float) -> Tensor:
@@ -33,6 +34,7 @@ def redistribute(
     dim: int = 0,
     to_dim: int | None = None,
     sizes: Sequence[int] | None = None,
+    to_sizes: Sequence[int] | None = None,
 ) -> Tensor:
     """A plain tensor of one type from a plain tensor of another, with the gradient that both types imply.
 
@@ -47,14 +49,17 @@ def redistribute(
             the sum over the ranks).
         dim: The dim along which varying pieces are cut.
         to_dim: For varying to varying: the dim along which the result is cut; ``x`` is cut along ``dim``.
-        sizes: Lengths of the pieces, one per rank, equal on all ranks; equal pieces if not given.
+        sizes: Lengths of the pieces along ``dim``, one per rank, equal on all ranks; equal pieces if not given.
+        to_sizes: The same along ``to_dim``.
 
     Raises:
         ValueError: no such conversion, with the reason.
     """
     pair = (source, destination)
     if pair == ("varying", "varying") and to_dim is not None:
-        return collective.all_to_all(x, split_dim=to_dim, concat_dim=dim)
+        return _recut(x, collective, dim, sizes, to_dim, to_sizes)
+    if to_dim is not None or to_sizes is not None:
+        raise ValueError(f"redistribute: to_dim and to_sizes belong to varying to varying, not to {' to '.join(pair)}.")
     if pair not in _CONVERSIONS:
         raise ValueError(
             f"redistribute from {source!r} to {destination!r} is refused: "
@@ -64,9 +69,20 @@ def redistribute(
     return _CONVERSIONS[pair](x, collective, dim, sizes)
 
 
-def _kept_on_first(x: Tensor, collective: Collective, dim: int, sizes: object) -> Tensor:
-    """Replicate to partial: the ranks' sum must be x, so one keeps it. Its own adjoint."""
-    return x * (1.0 if collective.rank == 0 else 0.0)
+def _recut(
+    x: Tensor,
+    collective: Collective,
+    dim: int,
+    sizes: Sequence[int] | None,
+    to_dim: int,
+    to_sizes: Sequence[int] | None,
+) -> Tensor:
+    along, onto = dim_argument("dim", dim, x, "x"), dim_argument("to_dim", to_dim, x, "x")
+    if along == onto:
+        raise ValueError(f"redistribute: dim={dim} and to_dim={to_dim} are the same dim, along which x is cut already.")
+    sent = chunk_sizes(collective, to_sizes, x, onto, "x")
+    received = list(sizes) if sizes is not None else [x.shape[along]] * collective.world_size
+    return collective.all_to_all(x, split_dim=onto, concat_dim=along, sizes=(sent, received))
 
 
 def _between_zeros(x: Tensor, collective: Collective, dim: int, sizes: Sequence[int] | None) -> Tensor:
@@ -88,7 +104,7 @@ _CONVERSIONS: dict[tuple[str, str], Callable[[Tensor, Collective, int, Sequence[
     ("invariant", "replicate"): lambda x, c, dim, sizes: c.replicate(x),
     ("invariant", "varying"): lambda x, c, dim, sizes: c.shard(x, dim, sizes=sizes, of="invariant"),
     ("replicate", "varying"): lambda x, c, dim, sizes: c.shard(x, dim, sizes=sizes, of="replicate"),
-    ("replicate", "partial"): _kept_on_first,
+    ("replicate", "partial"): lambda x, c, dim, sizes: autograd.kept_by_first(c, x),
     ("varying", "replicate"): lambda x, c, dim, sizes: c.all_gather(x, dim, sizes=sizes, to="replicate"),
     ("varying", "invariant"): lambda x, c, dim, sizes: c.all_gather(x, dim, sizes=sizes, to="invariant"),
     ("varying", "partial"): _between_zeros,
@@ -104,6 +120,9 @@ _REFUSED = {
 
 
 class _ScaleGrad(torch.autograd.Function):
+    spmd_typecheck = staticmethod(same_type)
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(x: Tensor, factor: float) -> Tensor:
         return x.view_as(x)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from collective_strategy.collectives import transport
 from collective_strategy.collectives.arguments import rank_argument
 from collective_strategy.collectives.base import CollectiveBase
 from collective_strategy.collectives.handles import CompletedHandle, GuardedHandle, Handle
@@ -134,7 +135,7 @@ class InPlaceOperations(CollectiveBase):
 
     def _movable(self, tensor: Tensor) -> Tensor:
         """Flat, as bytes where needed, sharing memory with ``tensor`` if the backend takes its device."""
-        flat = tensor.detach().resolve_conj().reshape(-1)
+        flat = transport._flat(tensor.detach().resolve_conj())
         if not self._takes(tensor):
             flat = flat.to(self.device)
         return flat if tensor.dtype in self.capabilities.movement_dtypes else flat.view(torch.uint8)

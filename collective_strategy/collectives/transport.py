@@ -198,11 +198,17 @@ def _outbound(collective: CollectiveBase, x: Tensor) -> Tensor:
 
 def _bytes_if_needed(collective: CollectiveBase, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """``x`` flat, viewed as bytes where the backend does not move its dtype, and the way back."""
-    flat = x.reshape(-1)
+    flat = _flat(x)
     if x.dtype in collective.capabilities.movement_dtypes:
         return flat, _same
     dtype = x.dtype
     return flat.view(torch.uint8), lambda moved: moved.reshape(-1).view(dtype)
+
+
+def _flat(x: Tensor) -> Tensor:
+    """A contiguous tensor in one dim of stride 1: torch lets a dim of length 1 have any stride."""
+    flat = x.reshape(-1)
+    return flat if flat.stride(0) == 1 else flat.as_strided(flat.shape, (1,))
 
 
 def _width(collective: CollectiveBase, dtype: torch.dtype) -> int:

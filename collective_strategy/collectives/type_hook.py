@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from collective_strategy.collectives.operations import OPERATIONS, Pair, SpmdType
+from collective_strategy.collectives.operations import OPERATIONS, SpmdType
 
 GRADIENT_TYPE: dict[SpmdType, SpmdType] = {
     "replicate": "partial",
@@ -35,17 +35,27 @@ def unchecked() -> AbstractContextManager[None]:
     return sys.modules["spmd_types"].no_typecheck() if is_checked() else nullcontext()
 
 
-def type_hook(name: str, gradient_of: str = "") -> Callable[..., None]:
-    """The hook of the pair of that name, or of a pair that serves as the gradient of one.
+Types = tuple[SpmdType, SpmdType]
+"""Of the input and of the output."""
 
-    Args:
-        name: As in errors: ``"all_gather(to='replicate')"``, ``"permute"``.
-        gradient_of: The name of the pair whose gradient it is, if it is no operation itself.
-    """
-    row = _pair_named(gradient_of or name)
-    source, destination = row.source, row.destination
-    if gradient_of:
-        source, destination = GRADIENT_TYPE[destination], GRADIENT_TYPE[source]
+
+def types_of(name: str) -> Types:
+    """The types of an operation: ``"all_gather(to='replicate')"``, ``"permute"``."""
+    operation, _, argument = name.partition("(")
+    choice = argument.split("'")[1] if argument else ""
+    row = next(pair for row in OPERATIONS if row.name == operation for word, pair in row.pairs if word == choice)
+    return row.source, row.destination
+
+
+def types_of_gradient(name: str) -> Types:
+    """The types of the gradient of an operation."""
+    source, destination = types_of(name)
+    return GRADIENT_TYPE[destination], GRADIENT_TYPE[source]
+
+
+def type_hook(types: Types) -> Callable[..., None]:
+    """The hook of a Function ``f(x, collective, ...)`` of these types."""
+    source, destination = types
 
     def spmd_typecheck(outputs: Tensor, *, x: Tensor, collective: Any) -> None:
         import spmd_types as spmd
@@ -61,10 +71,12 @@ def type_hook(name: str, gradient_of: str = "") -> Callable[..., None]:
     return spmd_typecheck
 
 
-def _pair_named(name: str) -> Pair:
-    operation, _, argument = name.partition("(")
-    choice = argument.split("'")[1] if argument else ""
-    return next(pair for row in OPERATIONS if row.name == operation for word, pair in row.pairs if word == choice)
+def same_type(outputs: Tensor, *, x: Tensor) -> None:
+    """The hook of a Function that nothing is sent by."""
+    import spmd_types as spmd
+
+    spmd.rules.ignore(x)
+    spmd.assert_local_type_like(outputs, x)
 
 
 def _size_and_stride(ranks: tuple[int, ...]) -> tuple[int, int]:

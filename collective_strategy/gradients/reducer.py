@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from collective_strategy.collectives.collective import Collective
 from collective_strategy.collectives.errors import CollectiveError
 from collective_strategy.gradients.backward_run import CHANGED, DIRTY, LEFTOVER, BackwardRun, Flags
+from collective_strategy.gradients.guard import StepGuard
 from collective_strategy.gradients.inventory import Communicators, Inventory
 from collective_strategy.gradients.leftovers import reduce_leftovers
 from collective_strategy.gradients.norms import NormOperations
 from collective_strategy.gradients.plan import BucketSizes, Plan
 from collective_strategy.sharing.roles import UnmarkedPolicy
-
-_WAY_OUT = (
-    "Call self.manual_backward(loss) instead of loss.backward(), or strategy.reduce_gradients() between the backward"
-    " and the step (reducer.backward() and reducer.reduce_gradients() in a plain loop)."
-)
 
 
 @dataclass
@@ -123,25 +114,14 @@ class GradientReducer(NormOperations):
         self._reduce_dtype = reduce_dtype
         self._static_graph = static_graph
         self._parts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self._dirty: set[int] = set()
-        self._pending: set[int] = set()
         self._deferred: set[int] = set()
         self._sparse: set[int] = set()
-        self._armed = False
         self._blocked = False
         self._run: BackwardRun | None = None
         self._broken: str | None = None
-        self._hooks: dict[int, RemovableHandle] = {}
-        self._step_hook: RemovableHandle | None = None
         self._plans: dict[tuple[bool, ...], Plan] = {}
+        self._guard: StepGuard | None = None
         self._take_inventory()
-        if self._active:
-            # a global hook, so that optimizers nobody registered with us are seen as well
-            self._step_hook = register_optimizer_step_pre_hook(_weakly(self, "_before_step"))
-
-    @property
-    def _active(self) -> bool:
-        return self._collective.world_size > 1
 
     # -- the public face ---------------------------------------------------------------------------------------------
 
@@ -156,21 +136,21 @@ class GradientReducer(NormOperations):
             CollectiveError: on all ranks, when some rank ran a backward outside this context since the last
                 reduction, or when the ranks disagree about which parameters are trainable.
         """
-        if not self._active:
+        guard = self._guard
+        if guard is None:
             yield
             return
-        if self._armed:
+        if guard.armed:
             raise CollectiveError("reducer.backward() was entered inside itself; end the first backward before.")
         if self._broken:
             raise CollectiveError(self._broken)
         sync = sync and not self._blocked
-        aside = self._set_aside()
-        self._hook_parameters()
-        changed = self._inventory.is_stale(self._module)
+        aside = self._set_aside(guard)
+        guard.hook_parameters()
+        changed = sync and self._choose_plan()
         if sync:
-            changed |= self._choose_plan()
             self._run = BackwardRun(self._plan, self._inventory, self._deferred, self._must_hold())
-        self._armed = True
+        guard.armed = True
         try:
             yield
         except BaseException as error:
@@ -180,15 +160,15 @@ class GradientReducer(NormOperations):
                     f"ranks' gradients "
                     "do not belong together any more. Make a new GradientReducer on all ranks, or end the run."
                 )
-            self._armed, self._run = False, None
-            self._keep_local(aside)
+            guard.armed, self._run = False, None
+            self._keep_local(guard, aside)
             raise
-        self._armed = False
+        guard.armed = False
         run, self._run = self._run, None
         if run is not None:
-            self._flush(run, aside, changed)
+            self._flush(guard, run, aside, changed)
         else:
-            self._keep_local(aside)
+            self._keep_local(guard, aside)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -204,24 +184,22 @@ class GradientReducer(NormOperations):
 
         Called by every rank. It waits for each of its all-reduces.
         """
-        if not self._active:
+        guard = self._guard
+        if guard is None:
             return
-        self._dirty.clear()
-        aside = self._set_aside()
-        header, _ = Flags(self._inventory, self._communicators, set(), self._header(leftover=True)).wait()
-        if header[CHANGED]:
+        guard.dirty.clear()
+        aside = self._set_aside(guard)
+        header = self._header(guard, leftover=True, changed=self._inventory.mask() not in self._plans)
+        counts, _ = Flags(self._inventory, self._communicators, set(), header).wait()
+        if counts[CHANGED]:
             aside = self._take_inventory(aside)
-        self._reduce_rest(aside)
+        self._reduce_rest(guard, aside)
         self.statistics.reductions += 1
 
     def close(self) -> None:
         """Removes all hooks. Local, idempotent."""
-        for handle in self._hooks.values():
-            handle.remove()
-        self._hooks.clear()
-        if self._step_hook is not None:
-            self._step_hook.remove()
-            self._step_hook = None
+        if self._guard is not None:
+            self._guard.close()
 
     # -- parameters and plans ----------------------------------------------------------------------------------------
 
@@ -229,9 +207,6 @@ class GradientReducer(NormOperations):
         """Looks at the module anew; all ranks do. Returns ``aside`` by the new indices."""
         old = getattr(self, "_inventory", None)
         before = {id(old.parameters[i]): gradient for i, gradient in (aside or {}).items()} if old is not None else {}
-        for handle in self._hooks.values():
-            handle.remove()
-        self._hooks = {}
         self._inventory = Inventory(self._module, self._communicators, self._unmarked)
         self._interleaved = self._inventory.agree(self._communicators)
         self.statistics.agreements += 1
@@ -240,8 +215,11 @@ class GradientReducer(NormOperations):
         groups = self._inventory.prepare(self._communicators)
         self._plan = self._plans.setdefault(self._inventory.mask(), self._make_plan())
         self._prepare_norms(self._inventory, self._communicators, groups)
-        if self._active:
-            self._hook_parameters()
+        if self._collective.world_size > 1:
+            if self._guard is None:
+                self._guard = StepGuard(self._inventory, self._collective, self._accumulated)
+            else:
+                self._guard.watch(self._inventory)
         return {self._inventory.index[key]: g for key, g in before.items() if key in self._inventory.index}
 
     def _make_plan(self) -> Plan:
@@ -274,33 +252,21 @@ class GradientReducer(NormOperations):
 
     # -- before and during backward ----------------------------------------------------------------------------------
 
-    def _hook_parameters(self) -> None:
-        """Hooks the parameters that became trainable; torch refuses hooks on frozen ones."""
-        for i in self._inventory.routed:
-            parameter = self._inventory.parameters[i]
-            if i not in self._hooks and parameter.requires_grad:
-                callback = _weakly(self, "_after_accumulation", i)
-                self._hooks[i] = parameter.register_post_accumulate_grad_hook(callback)
-
-    def _after_accumulation(self, index: int, _parameter: Tensor) -> None:
-        if not self._armed:
-            self._dirty.add(index)
-        elif self._run is not None:
+    def _accumulated(self, index: int) -> None:
+        if self._run is not None:
             self._run.accumulated(index)
 
-    def _set_aside(self) -> dict[int, Tensor]:
+    def _set_aside(self, guard: StepGuard) -> dict[int, Tensor]:
         """Takes the reduced part out of every ``.grad`` and leaves the local part there."""
         aside: dict[int, Tensor] = {}
         for i in self._inventory.routed:
             parameter = self._inventory.parameters[i]
             gradient = parameter.grad
             if gradient is None:
-                # zero_grad() dropped it, and with it the reason for a complaint
-                self._dirty.discard(i)
-                self._pending.discard(i)
+                guard.forget(i)
                 continue
             parts: _Parts | None = self._parts.pop(gradient, None)
-            if parts is None or i in self._dirty:
+            if parts is None or i in guard.dirty:
                 # A backward behind our back may have gone on top; what is not known to be reduced counts as fresh.
                 continue
             if parts.reduced is None:
@@ -314,13 +280,13 @@ class GradientReducer(NormOperations):
 
     # -- after backward ----------------------------------------------------------------------------------------------
 
-    def _keep_local(self, aside: dict[int, Tensor]) -> None:
+    def _keep_local(self, guard: StepGuard, aside: dict[int, Tensor]) -> None:
         """Shows the sum to the user, and remembers which part of it is still local."""
         for i in self._inventory.routed:
             parameter = self._inventory.parameters[i]
             local = parameter.grad
             if local is not None:
-                self._pending.add(i)
+                guard.pending.add(i)
             if i not in aside:
                 continue
             if local is None:
@@ -331,10 +297,10 @@ class GradientReducer(NormOperations):
                 self._parts[parameter.grad] = _Parts(reduced=aside[i], local=local)
 
     @torch.no_grad()
-    def _flush(self, run: BackwardRun, aside: dict[int, Tensor], changed: bool) -> None:
+    def _flush(self, guard: StepGuard, run: BackwardRun, aside: dict[int, Tensor], changed: bool) -> None:
         run.launch_rest()
         leftover = any(self._inventory.parameters[i].grad is not None for i in self._inventory.routed)
-        header = self._header(leftover, changed)
+        header = self._header(guard, leftover, changed)
         flags = Flags(self._inventory, self._communicators, run.fired, header)
         reduced = [(bucket, bucket.finish()) for bucket in run.plan.buckets]
         counts, used = flags.wait()
@@ -348,22 +314,20 @@ class GradientReducer(NormOperations):
         self.statistics.launched_by, self.statistics.hooks = run.launched_by, run.hooks
         if counts[DIRTY]:
             self._show(aside)
-            raise CollectiveError(self._dirty_message(int(counts[DIRTY])))
+            raise CollectiveError(guard.dirty_message(int(counts[DIRTY])))
         if counts[CHANGED]:
             aside = self._take_inventory(aside)
         if counts[CHANGED] or counts[LEFTOVER]:
-            self._reduce_rest(aside)
+            self._reduce_rest(guard, aside)
         else:
             self._show(aside)
-        self._pending.clear()
+            guard.clear()
 
-    def _header(self, leftover: bool, changed: bool | None = None) -> list[bool]:
-        if changed is None:
-            changed = self._inventory.is_stale(self._module) or self._inventory.mask() not in self._plans
-        return [changed, bool(self._dirty), leftover]
+    def _header(self, guard: StepGuard, leftover: bool, changed: bool) -> list[bool]:
+        return [changed or self._inventory.is_stale(self._module), bool(guard.dirty), leftover]
 
     @torch.no_grad()
-    def _reduce_rest(self, aside: dict[int, Tensor]) -> None:
+    def _reduce_rest(self, guard: StepGuard, aside: dict[int, Tensor]) -> None:
         """Reduces what lies in ``.grad`` and shows everything. Called by all ranks."""
 
         def write(i: int, gradient: Tensor) -> None:
@@ -376,8 +340,7 @@ class GradientReducer(NormOperations):
             self._plans = {}
             self._plan = self._plans.setdefault(self._inventory.mask(), self._make_plan())
         self._show(aside)
-        self._pending.clear()
-        self._dirty.clear()
+        guard.clear()
 
     def _show(self, reduced: dict[int, Tensor]) -> None:
         for i, gradient in reduced.items():
@@ -392,65 +355,3 @@ class GradientReducer(NormOperations):
         if before.is_sparse or gradient.is_sparse:
             return before + gradient
         return before.add_(gradient)
-
-    # -- at the optimizer step -----------------------------------------------------------------------------------------
-
-    def _before_step(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        def checked(closure: Callable[[], Any]) -> Callable[[], Any]:
-            def run() -> Any:
-                result = closure()
-                self._refuse_unreduced(optimizer)
-                return result
-
-            return run
-
-        # With a closure the backward runs inside step(): before it, local gradients of earlier micro-batches are
-        # right, so the check comes after it. `args` starts with the optimizer.
-        if kwargs.get("closure") is not None:
-            return args, kwargs | {"closure": checked(kwargs["closure"])}
-        if len(args) > 1 and callable(args[1]):
-            return (args[0], checked(args[1]), *args[2:]), kwargs
-        self._refuse_unreduced(optimizer)
-        return None
-
-    def _refuse_unreduced(self, optimizer: Optimizer) -> None:
-        if not self._dirty and not self._pending:
-            return
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                i = self._inventory.index.get(id(parameter))
-                if i is None or parameter.grad is None:
-                    continue
-                if i in self._dirty:
-                    raise CollectiveError(self._dirty_message())
-                if i in self._pending and bool(parameter.grad.any()):
-                    raise CollectiveError(
-                        f"{type(optimizer).__name__}.step() would use gradients of {self._inventory.names[i]} that "
-                        f"were never"
-                        f" averaged over the {self._collective.world_size} ranks: all backwards since the last "
-                        f"reduction"
-                        " ran with synchronisation off, so the ranks' weights would drift apart. Run the last backward"
-                        " before the step with synchronisation on, or call strategy.reduce_gradients()."
-                    )
-
-    def _dirty_message(self, ranks: int | None = None) -> str:
-        names = [self._inventory.names[i] for i in sorted(self._dirty)]
-        shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-        where = f"of {shown} on rank {self._collective.global_rank}" if names else f"on {ranks} other rank(s)"
-        return (
-            f"A backward pass ran outside the strategy, so the gradients {where} were not averaged over the"
-            f" {self._collective.world_size} ranks, and their weights would drift apart. {_WAY_OUT}"
-        )
-
-
-def _weakly(owner: object, method: str, *bound: Any) -> Callable[..., Any]:
-    """A hook that neither keeps its owner alive nor fires after it is gone."""
-    reference = weakref.ref(owner)
-
-    def hook(*args: Any) -> Any:
-        alive = reference()
-        return None if alive is None else getattr(alive, method)(*bound, *args)
-
-    return hook

@@ -177,9 +177,8 @@ class DataloaderPreparation:
                 rest = len(batches) % ranks
                 text = (
                     f"has its own batch sampler {type(batches).__name__}: of its {len(batches)} batches whole ones go"
-                    f" to the {ranks} ranks in turn, and the last {rest} (or {rest + ranks}, if they are small) are "
-                    f"split"
-                    " between all."
+                    f" to the {ranks} ranks in turn, and the last {rest} (or {rest + ranks}, if they are small) are"
+                    " split between all."
                 )
                 self._warn(dataloader, mode, text)
         return self._with_batches(dataloader, self._names.IndexBatchSamplerWrapper(share) if predicting else share)

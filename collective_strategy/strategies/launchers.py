@@ -48,6 +48,9 @@ class ScriptLauncherBehaviour(_SubprocessScriptLauncher):
 
     def _call_children_scripts(self) -> None:
         """Starts the other processes with all of the standard variables; Lightning leaves out RANK."""
+        if self.num_processes * self.num_nodes == 1:
+            # nobody to meet; variables left behind would tell the next Trainer of this process that it was launched
+            return
         self._check_can_spawn_children()
         cluster = self.cluster_environment
         os.environ["MASTER_ADDR"] = cluster.main_address

@@ -9,6 +9,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnv
 
 from collective_strategy import CollectiveStrategy
 
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 STANDARD = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29555"}
 
 
@@ -19,7 +20,7 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ranks = [getattr(module, "rank", None) for module in NAMES.rank_zero_modules]
     before = dict(os.environ)
     for name in before:
-        if name.startswith(("SLURM_", "TORCHELASTIC_")) or name in {*STANDARD, "RANK", "WORLD_SIZE", "LOCAL_RANK"}:
+        if name.startswith(("SLURM_", "TORCHELASTIC_")) or name in LAUNCHER:
             monkeypatch.delenv(name)
     yield
     for module, rank in zip(NAMES.rank_zero_modules, ranks, strict=True):

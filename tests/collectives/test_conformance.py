@@ -43,7 +43,7 @@ def test_a_broken_backend_fails_the_check_made_for_it(backend: type[Collective],
 
 
 def test_an_unknown_check_is_an_error() -> None:
-    with pytest.raises(ValueError, match="no checks named.*all_gahter"):
+    with pytest.raises(ValueError, match=r"no checks named.*all_gahter"):
         suite("torch", names=["all_gahter"])
 
 

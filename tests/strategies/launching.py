@@ -123,8 +123,8 @@ def run_commands(
     output = "\n".join(outputs)
     assert not late, f"still running after {timeout:g} s:\n{output[-6000:]}"
     for process in processes:
-        # multiprocessing's resource tracker ends a moment after its parent
-        patience = time.monotonic() + 3
+        # multiprocessing's resource tracker, and the children of Lightning's own launcher, end a moment later
+        patience = time.monotonic() + 10
         while _session_members(process.pid) and time.monotonic() < patience:
             time.sleep(0.05)
         assert not _session_members(process.pid), f"a process was left behind:\n{output[-3000:]}"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from collective_strategy.collectives import OPERATIONS, redistribute
+from collective_strategy.collectives import OPERATIONS, redistribute, scale_grad
 from collective_strategy.testing import run_ranks
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
@@ -214,6 +214,17 @@ def test_varying_values_are_the_parts_of_a_sum_and_stay_varying():
         return [type_of(collective, each) for each in (x, total, parts)]
 
     assert results(2, types) == [["V", "I", "P"]] * 2
+
+
+def test_functions_made_from_the_operations_have_types_too():
+    def types(collective):
+        from spmd_types.checker import typecheck
+
+        x = typed(collective, random(2), "R")
+        with typecheck():
+            return type_of(collective, redistribute(scale_grad(x, 0.5), collective, "replicate", "partial"))
+
+    assert results(2, types) == ["P"] * 2
 
 
 def test_axes_of_a_mesh_have_types_of_their_own():

@@ -126,14 +126,18 @@ def recomputation_gives_the_same_gradients(collective: Collective, expect: Expec
         expect.close(x.grad, np.full(2, total * 2 * (1 + rank) + n), torch.float32, f"use_reentrant={mode}", 1e-6)
 
 
-@check("all_reduce", "all_gather", "reduce_scatter")
+@check("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 def autocast_changes_nothing(collective: Collective, expect: Expect) -> None:
     n, rank = collective.world_size, collective.rank
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         x = torch.full((n,), 1.0 + rank, dtype=dtype, requires_grad=True)
         with torch.autocast("cpu", torch.bfloat16):
-            results = collective.all_reduce(x), collective.all_gather(x), collective.reduce_scatter(x)
-        expect.same([y.dtype for y in results], [dtype] * 3, f"dtypes of {dtype}")
+            results = collective.all_reduce(x), collective.all_gather(x, 0), collective.reduce_scatter(x)
+            uneven = collective.all_gather(x.detach()[:rank], 0, ragged=True)
+            exchanged = collective.all_to_all(x)
+            (exchanged.sum() + results[1].sum()).backward()
+        expect.same([y.dtype for y in (*results, uneven, exchanged)], [dtype] * 5, f"dtypes of {dtype}")
+        expect.close(x.grad, np.full(n, n + 1.0), dtype, f"gradient of {dtype}")
         expect.close(results[0], np.full(n, n * (n + 1) / 2), dtype, f"sum of {dtype}")
 
 

@@ -48,7 +48,9 @@ def lazy_conjugates_and_negatives_are_resolved(collective: Collective, expect: E
     expect.close(gathered, np.stack([array.imag for array in arrays]), negative.dtype, "all_gather negative")
 
 
-@check("all_gather", "broadcast", "all_reduce", "reduce_scatter", "scatter", "all_to_all", "shift", "gather")
+@check(
+    "all_gather", "broadcast", "all_reduce", "reduce_scatter", "scatter", "all_to_all", "shift", "gather", "broadcast_"
+)
 def empty_and_zero_dim_tensors_work(collective: Collective, expect: Expect) -> None:
     n, rank = collective.world_size, collective.rank
     for dtype in (torch.float32, torch.int16, torch.bool):
@@ -67,6 +69,12 @@ def empty_and_zero_dim_tensors_work(collective: Collective, expect: Expect) -> N
             expect.bits(collective.all_to_all(x), np.zeros(shape), dtype, f"all_to_all {shape}")
             if (gathered := collective.gather(x)) is not None:
                 expect.bits(gathered, np.zeros((n, *shape)), dtype, f"gather {shape}")
+    for dtype in (torch.int16, torch.float32, torch.complex64):  # a dim of length 1 may have any stride
+        lone = torch.full((4,), 1 + rank, dtype=dtype).as_strided((1,), (3,))
+        expect.bits(collective.all_gather(lone), raw(torch.arange(1, n + 1).to(dtype)[:, None]), dtype, "odd stride")
+        expect.bits(collective.broadcast(lone, n - 1), raw(torch.tensor([n], dtype=dtype)), dtype, "odd stride")
+        collective.broadcast_(lone, n - 1)
+        expect.bits(lone, raw(torch.tensor([n], dtype=dtype)), dtype, "odd stride, in place")
     scalar = torch.tensor(2.0 + rank)
     expect.bits(collective.reduce(scalar), np.asarray(2 + (n - 1) / 2), torch.float32, "mean of a 0-dim tensor")
     expect.bits(collective.all_gather(scalar), np.arange(2.0, 2 + n), torch.float32, "all_gather of a 0-dim tensor")

@@ -12,7 +12,6 @@ from toys import Toy, Values, fit, loader, rank, run_forked, trainer
 
 from collective_strategy import CollectiveStrategy
 
-
 TIMEOUT = 4
 
 
@@ -91,4 +90,4 @@ JOBS = (
 )
 
 if __name__ == "__main__":
-    run_forked({job.__name__: job for job in JOBS}, Path(sys.argv[1]), deadline=TIMEOUT + 10)
+    run_forked({job.__name__: job for job in JOBS}, Path(sys.argv[1]), deadline=TIMEOUT + 30)

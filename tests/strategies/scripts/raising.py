@@ -5,6 +5,7 @@
 """
 
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ place, raising_rank = "", -1
 
 def boom(where: str, times: int = 1) -> None:
     if where == place and rank() == raising_rank:
-        print(f"\nRAISED {where}", flush=True)
+        print(f"\nRAISED {where} at {time.time()}", flush=True)
         raise ValueError("boom")
 
 
@@ -133,7 +134,7 @@ def run_all(out: Path) -> None:
         for who in range(2)
         if (where, who) != ("prepare_data", 1)
     }
-    run_forked(jobs, out, deadline=TIMEOUT + 10)
+    run_forked(jobs, out, deadline=TIMEOUT + 30)
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ def run_forked(jobs: dict[str, Callable[[], None]], out: Path, deadline: float, 
                         os.kill(pid, signal.SIGKILL)
             if len(codes) == 2:
                 log = (out / f"{name}.log").read_text(errors="replace")
-                results[name] = {"codes": [codes[0], codes[1]], "seconds": seconds, "log": log}
+                results[name] = {"codes": [codes[0], codes[1]], "seconds": seconds, "ended": time.time(), "log": log}
                 del running[name]
         time.sleep(0.02)
     (out / "rank0.json").write_text(json.dumps(results))

@@ -1,0 +1,146 @@
+"""Notices gradients that are not reduced, and refuses to step with them."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from collective_strategy.collectives.collective import Collective
+from collective_strategy.collectives.errors import CollectiveError
+from collective_strategy.gradients.inventory import Inventory
+
+_WAY_OUT = (
+    "Call self.manual_backward(loss) instead of loss.backward(), or strategy.reduce_gradients() between the backward"
+    " and the step (reducer.backward() and reducer.reduce_gradients() in a plain loop)."
+)
+
+
+class StepGuard:
+    """Watches the parameters whose gradients are reduced. Local; the reducer tells it when a backward is expected.
+
+    Args:
+        inventory: the parameters.
+        collective: all ranks, for messages.
+        accumulated: called with the index of a parameter whose gradient was accumulated while armed.
+
+    Attributes:
+        armed: a backward is running in the reducer's context.
+        dirty: indices of parameters that got a gradient while not armed.
+        pending: indices of parameters whose gradient is only local, from backwards without synchronisation.
+    """
+
+    def __init__(self, inventory: Inventory, collective: Collective, accumulated: Callable[[int], None]) -> None:
+        self.armed = False
+        self.dirty: set[int] = set()
+        self.pending: set[int] = set()
+        self._inventory, self._collective = inventory, collective
+        self._accumulated = weakref.WeakMethod(accumulated)
+        self._hooks: dict[int, RemovableHandle] = {}
+        self._step_hook: RemovableHandle | None = None
+        self.hook_parameters()
+        # a global hook, so that optimizers nobody registered with us are seen as well
+        self._step_hook = register_optimizer_step_pre_hook(_weakly(self, "_before_step"))
+
+    def hook_parameters(self) -> None:
+        """Hooks the parameters that became trainable; torch refuses hooks on frozen ones."""
+        for i in self._inventory.routed:
+            parameter = self._inventory.parameters[i]
+            if i not in self._hooks and parameter.requires_grad:
+                callback = _weakly(self, "_after_accumulation", i)
+                self._hooks[i] = parameter.register_post_accumulate_grad_hook(callback)
+
+    def watch(self, inventory: Inventory) -> None:
+        """Follows another inventory; the old one's hooks carry its indices."""
+        for handle in self._hooks.values():
+            handle.remove()
+        self._hooks.clear()
+        self._inventory = inventory
+        self.hook_parameters()
+
+    def forget(self, index: int) -> None:
+        """The parameter's gradient was dropped, and with it the reason for a complaint."""
+        self.dirty.discard(index)
+        self.pending.discard(index)
+
+    def clear(self) -> None:
+        """Everything is reduced."""
+        self.dirty.clear()
+        self.pending.clear()
+
+    def close(self) -> None:
+        """Removes all hooks. Idempotent."""
+        for handle in self._hooks.values():
+            handle.remove()
+        self._hooks.clear()
+        if self._step_hook is not None:
+            self._step_hook.remove()
+            self._step_hook = None
+
+    def dirty_message(self, ranks: int | None = None) -> str:
+        """What to say about a backward outside; ``ranks`` where only others had one."""
+        names = [self._inventory.names[i] for i in sorted(self.dirty)]
+        shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+        where = f"of {shown} on rank {self._collective.global_rank}" if names else f"on {ranks} other rank(s)"
+        return (
+            f"A backward pass ran outside the strategy, so the gradients {where} were not averaged over the"
+            f" {self._collective.world_size} ranks, and their weights would drift apart. {_WAY_OUT}"
+        )
+
+    def _after_accumulation(self, index: int, _parameter: Tensor) -> None:
+        if not self.armed:
+            self.dirty.add(index)
+        elif (accumulated := self._accumulated()) is not None:
+            accumulated(index)
+
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        def checked(closure: Callable[[], Any]) -> Callable[[], Any]:
+            def run() -> Any:
+                result = closure()
+                self._refuse_unreduced(optimizer)
+                return result
+
+            return run
+
+        # With a closure the backward runs inside step(): before it, local gradients of earlier micro-batches are
+        # right, so the check comes after it. `args` starts with the optimizer.
+        if kwargs.get("closure") is not None:
+            return args, kwargs | {"closure": checked(kwargs["closure"])}
+        if len(args) > 1 and callable(args[1]):
+            return (args[0], checked(args[1]), *args[2:]), kwargs
+        self._refuse_unreduced(optimizer)
+        return None
+
+    def _refuse_unreduced(self, optimizer: Optimizer) -> None:
+        if not self.dirty and not self.pending:
+            return
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                i = self._inventory.index.get(id(parameter))
+                if i is None or parameter.grad is None:
+                    continue
+                if i in self.dirty:
+                    raise CollectiveError(self.dirty_message())
+                if i in self.pending and bool(parameter.grad.any()):
+                    raise CollectiveError(
+                        f"{type(optimizer).__name__}.step() would use gradients of {self._inventory.names[i]} that were"
+                        f" never averaged over the {self._collective.world_size} ranks: all backwards since the last"
+                        " reduction ran with synchronisation off, so the ranks' weights would drift apart. Run the last"
+                        " backward before the step with synchronisation on, or call strategy.reduce_gradients()."
+                    )
+
+
+def _weakly(owner: object, method: str, *bound: Any) -> Callable[..., Any]:
+    """A hook that neither keeps its owner alive nor fires after it is gone."""
+    reference = weakref.ref(owner)
+
+    def hook(*args: Any) -> Any:
+        alive = reference()
+        return None if alive is None else getattr(alive, method)(*bound, *args)
+
+    return hook
