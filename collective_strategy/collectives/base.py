@@ -17,6 +17,7 @@ from typing_extensions import Self
 
 from collective_strategy.collectives.capabilities import Capabilities
 from collective_strategy.collectives.checks import Checker, CheckMode, Verify, check_enabled
+from collective_strategy.collectives.compiling import outside_graphs
 from collective_strategy.collectives.counters import Counters
 from collective_strategy.collectives.environment import LaunchEnvironment, read_environment
 from collective_strategy.collectives.errors import (
@@ -350,7 +351,7 @@ class CollectiveBase(ABC):
 
     # -- the way of one call -------------------------------------------------------------------------------------------
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @outside_graphs
     def _run(self, operation: str, plan: Callable[[], Plan]) -> Any:
         """State, arguments, comparison with the other ranks, then the operation."""
         self._require_usable(operation)
@@ -373,7 +374,8 @@ class CollectiveBase(ABC):
 
     def _exact(self) -> AbstractContextManager[Any]:
         """Outside autocast, which would change dtypes on the way (and refuses to join float64 tensors)."""
-        active = [kind for kind in {"cpu", self.device.type} if torch.is_autocast_enabled(kind)]
+        kinds = (kind for kind in {"cpu", self.device.type} if torch.amp.is_autocast_available(kind))
+        active = [kind for kind in kinds if torch.is_autocast_enabled(kind)]
         if not active:
             return nullcontext()
         stack = ExitStack()
