@@ -77,7 +77,7 @@ class Tree:
     def _flatten(self, value: object, path: str, operation: str) -> tuple[str, Rebuild]:
         if isinstance(value, Tensor):
             return self._leaf(value, path, operation, python_number=False)
-        if isinstance(value, numbers.Number):
+        if isinstance(value, numbers.Complex):  # not Number: a Decimal is one, and no dtype holds it
             return self._leaf(_number(value, path), path, operation, python_number=True)
         if isinstance(value, Mapping) and isinstance(value, dict):
             return self._flatten_dict(value, path, operation)
@@ -194,7 +194,6 @@ def _number(value: object, path: str) -> Tensor:
         return torch.tensor(int(value), dtype=torch.int64)
     if isinstance(value, numbers.Real):
         return torch.tensor(float(value), dtype=torch.float64)
-    assert isinstance(value, numbers.Complex)
     return torch.tensor(complex(value), dtype=torch.complex128)
 
 

@@ -1,4 +1,4 @@
-"""A backend that has the least it may have: three operations, few dtypes, sums and maxima only, nothing asynchronous."""
+"""A backend that has the least it may have: three operations, few dtypes, sums and maxima, nothing asynchronous."""
 
 from __future__ import annotations
 
