@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from collective_strategy.collectives import transport
+from collective_strategy.collectives.compiling import outside_graphs
 from collective_strategy.collectives.operations import ReduceOp
 from collective_strategy.collectives.type_hook import Types, is_checked, type_hook, types_of, types_of_gradient
 
@@ -44,6 +45,7 @@ def _pair(name: str, forward: Raw, backward: Differentiable, types: Types | None
             _, ctx.collective, ctx.settings = inputs
 
         @staticmethod
+        @outside_graphs
         def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
             with ctx.collective._backward_of(name):
                 return backward(ctx.collective, gradients[0], *ctx.settings), None, None

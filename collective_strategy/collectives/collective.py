@@ -15,6 +15,7 @@ from collective_strategy.collectives.arguments import (
     sizes_argument,
 )
 from collective_strategy.collectives.base import Plan
+from collective_strategy.collectives.compiling import outside_graphs
 from collective_strategy.collectives.data import DataOperations
 from collective_strategy.collectives.errors import CollectiveStateError
 from collective_strategy.collectives.in_place import InPlaceOperations
@@ -98,6 +99,7 @@ class Collective(DataOperations, InPlaceOperations, ObjectOperations):
         """The tensor that rank ``src`` sends, of the shape and dtype of ``like``, whose values do not matter."""
         return self._point_to_point("recv", like, "src", src)
 
+    @outside_graphs
     def _point_to_point(self, name: str, x: Tensor, argument: str, peer: int) -> Tensor:
         self._require_usable(name)
         if not isinstance(x, Tensor):
@@ -187,6 +189,7 @@ class Collective(DataOperations, InPlaceOperations, ObjectOperations):
         result: Self = self._run("duplicate", plan)
         return result
 
+    @outside_graphs
     def split(self, color: Any) -> Self:
         """The sub-collective of all ranks that gave the same ``color``, in rank order. All ranks call it.
 

@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from collective_strategy.collectives.compiling import outside_graphs
+
 
 class Handle(ABC):
     """An operation that was started and may not have finished.
@@ -51,6 +53,7 @@ class GuardedHandle(Handle):
         self._finish = finish
         self._result: Tensor | None = None
 
+    @outside_graphs
     def wait(self) -> Tensor:
         if self._result is None:
             self._result = self._finish(self._wait(self._handle))

@@ -10,9 +10,10 @@ from torch import Tensor
 from collective_strategy.collectives import transport
 from collective_strategy.collectives.arguments import rank_argument
 from collective_strategy.collectives.base import CollectiveBase
+from collective_strategy.collectives.compiling import outside_graphs
 from collective_strategy.collectives.handles import CompletedHandle, GuardedHandle, Handle
 from collective_strategy.collectives.operations import ReduceOp
-from collective_strategy.collectives.reductions import encode_reduction, refuse_reduction
+from collective_strategy.collectives.reductions import Reduction, encode_reduction, refuse_reduction
 
 
 class InPlaceOperations(CollectiveBase):
@@ -22,6 +23,7 @@ class InPlaceOperations(CollectiveBase):
     With ``async_op=True`` a `Handle` is returned at once and the tensors must be left alone until its ``wait()``.
     """
 
+    @outside_graphs
     def all_reduce_(self, tensor: Tensor, op: str = "sum", *, async_op: bool = False) -> Tensor | Handle:
         """Overwrites ``tensor`` with the reduction over all ranks. The mean of integers is refused.
 
@@ -48,14 +50,11 @@ class InPlaceOperations(CollectiveBase):
             return self._started(lambda: self._all_reduce(data, wire_op), finish, async_op)
         moved = tensor.detach() if self._takes(tensor) else tensor.detach().to(self.device)
         code = encode_reduction(moved, reduce_op, self.world_size, self.capabilities)
-        encoded_op = code.wire_op
-        start: Callable[[], Handle]
-        if encoded_op is None:
-            start = lambda: self._all_gather(code.buffer)  # noqa: E731
-            return self._started(start, lambda y: self._copied(tensor, code.finish(code.fold(y))), async_op)
-        start = lambda: self._all_reduce(code.buffer, encoded_op)  # noqa: E731
-        return self._started(start, lambda y: self._copied(tensor, code.finish(y)), async_op)
+        return self._started(
+            lambda: self._reduced(code, self._all_reduce), lambda y: self._copied(tensor, code.finish(y)), async_op
+        )
 
+    @outside_graphs
     def broadcast_(self, tensor: Tensor, src: int = 0, *, async_op: bool = False) -> Tensor | Handle:
         """Overwrites ``tensor`` with the value of rank ``src``."""
         self._require_usable("broadcast_")
@@ -64,6 +63,7 @@ class InPlaceOperations(CollectiveBase):
         flat = self._movable(tensor)
         return self._started(lambda: self._broadcast(flat, root), lambda y: self._restored(tensor, flat, y), async_op)
 
+    @outside_graphs
     def all_gather_(self, output: Tensor, tensor: Tensor, *, async_op: bool = False) -> Tensor | Handle:
         """Overwrites ``output``, of shape ``(world_size, *tensor.shape)``, with every rank's tensor."""
         self._begin("all_gather_", output, "")
@@ -76,6 +76,7 @@ class InPlaceOperations(CollectiveBase):
         flat = self._movable(tensor.contiguous())
         return self._started(lambda: self._all_gather(flat), lambda y: self._restored(output, None, y), async_op)
 
+    @outside_graphs
     def reduce_scatter_(
         self, output: Tensor, tensor: Tensor, op: str = "sum", *, async_op: bool = False
     ) -> Tensor | Handle:
@@ -94,15 +95,25 @@ class InPlaceOperations(CollectiveBase):
             )
         source = tensor.detach() if self._takes(tensor) else tensor.detach().to(self.device)
         code = encode_reduction(source.contiguous(), reduce_op, self.world_size, self.capabilities)
-        wire_op = code.wire_op
-        if wire_op is None:
-            raise TypeError(
-                f"reduce_scatter_: {self.backend_name!r} does not reduce {tensor.dtype} with {op!r}; use "
-                f"reduce_scatter."
-            )
+        rank = self.rank
+        folded = code.wire_op is None  # then every rank has the whole reduction
         return self._started(
-            lambda: self._reduce_scatter(code.buffer, wire_op), lambda y: self._copied(output, code.finish(y)), async_op
+            lambda: self._reduced(code, self._reduce_scatter),
+            lambda y: self._copied(output, code.finish(y[rank] if folded else y)),
+            async_op,
         )
+
+    def _reduced(self, code: Reduction, reduce: Callable[[Tensor, ReduceOp], Handle]) -> Handle:
+        """``reduce`` of the buffer; where the backend does not reduce it, gathered and folded on every rank."""
+        if code.wire_op is not None:
+            return reduce(code.buffer, code.wire_op)
+        buffer = code.buffer
+        handle = self._all_gather(self._movable(buffer))
+
+        def fold(gathered: Tensor) -> Tensor:
+            return code.fold(gathered.reshape(-1).view(buffer.dtype).reshape(self.world_size, *buffer.shape))
+
+        return GuardedHandle(handle, lambda inner: inner.wait(), fold)
 
     def _begin(self, operation: str, tensor: Tensor, settings: str) -> None:
         self._require_usable(operation)
