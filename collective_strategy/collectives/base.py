@@ -358,7 +358,7 @@ class CollectiveBase(ABC):
         self._calls += 1
         try:
             planned = plan()
-        except (TypeError, ValueError) as refusal:
+        except Exception as refusal:  # a container of the user's may raise anything while it is taken apart
             if self._checker is not None:
                 checker, error = self._checker, refusal
                 self._current = operation

@@ -127,6 +127,8 @@ class Collective(DataOperations, InPlaceOperations, ObjectOperations):
             raise CollectiveStateError(
                 f"collective[{axes!r}] is available after setup(); under a Trainer from setup() on."
             )
+        if self._root is not self:
+            raise KeyError(f"{axes!r}: {self.name!r} is a part of a collective and has no axes; index the whole one.")
         if self.mesh is None:
             raise KeyError(f"{axes!r}: this collective has no mesh. Give one: mesh={{'data': -1, {axes!r}: 2}}.")
         order = list(self.mesh.axes)
@@ -196,7 +198,15 @@ class Collective(DataOperations, InPlaceOperations, ObjectOperations):
         Args:
             color: Any hashable, picklable value; None puts the rank in no group (its operations then raise).
         """
-        colors = self._run("split", lambda: self._plan_all_gather_object("split", color))
+
+        def plan() -> Plan:
+            try:
+                hash(color)
+            except TypeError as error:
+                raise TypeError(f"split: a color must be hashable, got {color!r} ({error}).") from None
+            return self._plan_all_gather_object("split", color)
+
+        colors = self._run("split", plan)
         groups: dict[Any, list[int]] = {}
         for rank, other in enumerate(colors):
             if other is not None:
@@ -207,5 +217,5 @@ class Collective(DataOperations, InPlaceOperations, ObjectOperations):
                 f"rank {self.rank} gave color None to split() and is in no group; it is not a member of "
                 f"{list(explicit)}."
             )
-        members = tuple(groups[color])
+        members = next(group for group in explicit if self.rank in group)
         return self._guarded(lambda: self._subgroup(f"split({color!r})", None, Partition(members, explicit=explicit)))

@@ -194,6 +194,7 @@ def _number(value: object, path: str) -> Tensor:
         return torch.tensor(int(value), dtype=torch.int64)
     if isinstance(value, numbers.Real):
         return torch.tensor(float(value), dtype=torch.float64)
+    assert isinstance(value, numbers.Complex)
     return torch.tensor(complex(value), dtype=torch.complex128)
 
 
