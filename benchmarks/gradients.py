@@ -1,4 +1,4 @@
-"""Time and memory of a training step's gradients: our reducer over its peers, measured in one run, interleaved, medians.
+"""Time and memory of a step's gradients: our reducer over its peers, in one run, interleaved, medians.
 
     python benchmarks/gradients.py          # 2 gloo processes on this machine
 

@@ -3,8 +3,8 @@
     sudo python benchmarks/overlap.py       # Linux; makes and removes its own namespaces
 
 The link's rate is chosen so that reducing the gradients takes as long as computing them. A step that hides one behind
-the other takes about as long as the longer of the two; one that does not takes their sum. Private weights (data axis) and
-shared weights (model axis), all layers used and one layer unused on rank 1.
+the other takes about as long as the longer of the two; one that does not takes their sum. Private weights (data
+axis) and shared weights (model axis), all layers used and one layer unused on rank 1.
 """
 
 from __future__ import annotations
