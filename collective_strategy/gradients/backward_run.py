@@ -12,6 +12,25 @@ from collective_strategy.gradients.plan import Plan
 CHANGED, DIRTY, LEFTOVER = range(3)
 
 
+class Choice:
+    """Compares the plans that the ranks chose, while backward runs. Made by all ranks.
+
+    A rank that toggles a layer alone would send other buckets than the others, which ends some backends' processes.
+    """
+
+    def __init__(self, plan: Plan, communicators: Communicators) -> None:
+        group = communicators.over(communicators.everybody)
+        self._buffer = torch.tensor([plan.number, -plan.number], dtype=torch.float32, device=group.device)
+        handle = group.all_reduce_(self._buffer, "max", async_op=True)
+        self._handle = handle if isinstance(handle, Handle) else CompletedHandle(self._buffer)
+
+    def differs(self) -> bool:
+        """Waits; whether two ranks chose plans of different agreements."""
+        self._handle.wait()
+        highest, lowest = self._buffer.tolist()
+        return bool(highest != -lowest)
+
+
 class BackwardRun:
     """The launches of one backward pass.
 
@@ -21,21 +40,27 @@ class BackwardRun:
         deferred: Parameters whose gradients come in several pieces (reentrant checkpointing), known from earlier
             passes; their buckets wait for the end.
         hold: Launch nothing before the end.
+        choice: The ranks' comparison of their plans; None where there is only one.
 
     Attributes:
         launched_by: How many hooks had fired when each bucket was launched, in launch order.
         fired: Parameters whose gradient was accumulated.
         late: Parameters with a gradient accumulated after their bucket was launched.
+        divided: The ranks chose different plans; nothing is sent.
     """
 
-    def __init__(self, plan: Plan, inventory: Inventory, deferred: set[int], hold: bool) -> None:
+    def __init__(
+        self, plan: Plan, inventory: Inventory, deferred: set[int], hold: bool, choice: Choice | None = None
+    ) -> None:
         self.plan = plan
+        self.divided = False
         self.launched_by: list[int] = []
         self.fired: set[int] = set()
         self.late: set[int] = set()
         self.hooks = 0
         self._inventory = inventory
         self._silent: set[int] = set()
+        self._choice = choice
         self._next = 0
         self._missing = [len(bucket.members) for bucket in plan.buckets]
         self._waits = [hold or any(i in deferred for i in bucket.members) for bucket in plan.buckets]
@@ -54,7 +79,15 @@ class BackwardRun:
             self._missing[position] -= 1
         self.fired.add(index)
         while self._next < len(self._missing) and not self._missing[self._next] and not self._waits[self._next]:
+            if self._is_divided():
+                return
             self._launch()
+
+    def _is_divided(self) -> bool:
+        if self._choice is not None:
+            self.divided = self._choice.differs()
+            self._choice = None
+        return self.divided
 
     def _find_silent(self) -> None:
         """Asks the engine which parameters this pass leaves out, so that nobody waits for them.
@@ -75,7 +108,7 @@ class BackwardRun:
 
     def launch_rest(self) -> None:
         """Launches what is left, with zeros for parameters that stayed silent."""
-        while self._next < len(self.plan.buckets):
+        while not self._is_divided() and self._next < len(self.plan.buckets):
             self._launch()
 
     def _launch(self) -> None:

@@ -25,6 +25,10 @@ class Route:
     axes: tuple[str, ...]
     scale: float
 
+    def is_mean(self, size: int) -> bool:
+        """Whether all ``size`` ranks of the group are averaged, none summed; then reducing twice changes nothing."""
+        return round(1.0 / self.scale) == size
+
 
 class Communicators:
     """The engine's own groups, apart from those of the user's calls, made once per set of axes.
@@ -113,6 +117,12 @@ class Inventory:
     def __init__(self, module: nn.Module, communicators: Communicators, unmarked: UnmarkedPolicy) -> None:
         roles = resolve_roles(module, communicators.model_axes, unmarked)
         named = [(name, parameter) for name, parameter in module.named_parameters() if name in roles]
+        for name, parameter in named:
+            if nn.parameter.is_lazy(parameter):
+                raise ValueError(
+                    f"parameter {name} has no shape yet (a lazy module), so the ranks cannot start equal. Run one "
+                    "forward with a dummy batch on every rank before."
+                )
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
         self.roles = [roles[name] for name in self.names]

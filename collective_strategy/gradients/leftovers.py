@@ -83,11 +83,12 @@ def _reduce_sparse(group: Collective, parameter: nn.Parameter, gradient: Tensor 
             torch.empty((1, 0), dtype=torch.long, device=parameter.device),
             torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device),
             size=parameter.shape,
+            check_invariants=False,
         )
     gradient = gradient.detach().coalesce()
     indices = group.all_gather(gradient.indices().t().contiguous(), dim=0, ragged=True)
     values = group.all_gather(gradient.values() * scale, dim=0, ragged=True)
-    return torch.sparse_coo_tensor(indices.t(), values, size=parameter.shape).coalesce()
+    return torch.sparse_coo_tensor(indices.t(), values, size=parameter.shape, check_invariants=False).coalesce()
 
 
 def _dense(gradient: Tensor | None) -> Tensor | None:

@@ -31,6 +31,8 @@ class NormOperations:
         model = set(communicators.model_axes)
         self._norm_axes = [axes for axes in groups if set(axes) <= model]
         self._norm_groups = {axes: communicators.over(axes) for axes in self._norm_axes}
+        doubles = any(p.dtype in (torch.float64, torch.complex128) for p in inventory.parameters)
+        self._wide = self._collective.any(doubles) if self._norm_axes else doubles
 
     @property
     def holds_pieces(self) -> bool:
@@ -45,26 +47,22 @@ class NormOperations:
             norm_type: p of the p-norm, or ``inf``.
 
         Returns:
-            A scalar, equal on all ranks; computed in float32, or in float64 for float64 gradients.
+            A scalar, equal on all ranks; float64 if some parameter is, else float32.
         """
         norm_type = float(norm_type)
-        if self._collective.world_size == 1 or not self._norm_axes:
-            gradients = [p.grad for p in self._chosen(parameters) if p.grad is not None]
-            return torch.nn.utils.get_total_norm(gradients, norm_type)
         infinite = math.isinf(norm_type)
         terms: dict[tuple[str, ...], list[Tensor]] = {axes: [] for axes in [(), *self._norm_axes]}
-        wide = torch.float32
-        for parameter in self._chosen(parameters):
+        chosen = [parameter for parameter in self._chosen(parameters) if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in chosen if parameter.grad is not None]
+        if not self._norm_axes and all(not g.is_sparse and g.dtype.itemsize >= 4 for g in gradients):
+            return torch.nn.utils.get_total_norm(gradients, norm_type)
+        for parameter, gradient in zip(chosen, gradients, strict=True):
             i = self._norm_inventory.index.get(id(parameter))
-            gradient = parameter.grad
-            if gradient is None:
-                continue
-            dtype = torch.float64 if gradient.dtype in (torch.float64, torch.complex128) else torch.float32
-            wide = torch.float64 if dtype is torch.float64 else wide
             values = gradient.coalesce().values() if gradient.is_sparse else gradient
-            norm = torch.linalg.vector_norm(values, norm_type, dtype=None if values.is_complex() else dtype)
-            axes = self._varying[i] if i is not None else ()
-            terms[axes].append(norm.to(torch.float64) if infinite else norm.to(torch.float64) ** norm_type)
+            dtype = torch.float32 if values.dtype.itemsize < 4 else None
+            norm = torch.linalg.vector_norm(values, norm_type, dtype=dtype).to(torch.float64)
+            axes = self._varying[i] if i is not None and self._norm_axes else ()
+            terms[axes].append(norm if infinite else norm**norm_type)
         total = _joined(terms[()], infinite, self._collective.device)
         for axes in self._norm_axes:
             part = _joined(terms[axes], infinite, self._collective.device)
@@ -73,7 +71,8 @@ class NormOperations:
         # Different groups may round differently, and one factor must hold everywhere.
         if len(self._norm_axes) > 1:
             self._collective.broadcast_(total)
-        return (total if infinite else total ** (1.0 / norm_type)).to(wide)
+        norm = torch.where(total[1] > 0, torch.nan, total[0]) if infinite else total[0] ** (1.0 / norm_type)
+        return norm.to(torch.float64 if self._wide else torch.float32)
 
     def clip_grad_norm_(
         self, max_norm: float, parameters: Iterable[nn.Parameter] | None = None, norm_type: float = 2.0
@@ -103,6 +102,8 @@ class NormOperations:
         if self._collective.world_size == 1 or not scaler.is_enabled():
             return
         found: dict[torch.device, Tensor] = scaler._found_inf_per_device(optimizer)
+        if not found:  # no gradient on this rank; it steps, or not, with the others
+            found[self._collective.device] = torch.zeros(1, device=self._collective.device)
         own = torch.stack([value.reshape(()).to(self._collective.device) for value in found.values()]).max()
         own = own.reshape(1).clone()
         self._collective.all_reduce_(own, "max")
@@ -114,7 +115,10 @@ class NormOperations:
 
 
 def _joined(terms: list[Tensor], infinite: bool, device: torch.device) -> Tensor:
+    """The terms' sum, or (for inf) their largest and whether one is NaN, which backends' max may lose."""
     if not terms:
-        return torch.zeros((), dtype=torch.float64, device=device)
+        return torch.zeros(2, dtype=torch.float64, device=device)
     stacked = torch.stack([term.to(device) for term in terms])
-    return stacked.max() if infinite else stacked.sum()
+    if not infinite:
+        return torch.stack([stacked.sum(), torch.zeros_like(stacked[0])])
+    return torch.stack([stacked.nan_to_num(nan=0.0, posinf=math.inf).max(), stacked.isnan().any().to(stacked.dtype)])

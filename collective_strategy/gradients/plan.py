@@ -112,9 +112,13 @@ class Bucket:
 
 
 class Plan:
-    """The buckets for one choice of trainable parameters, in the order in which all ranks launch them."""
+    """The buckets for one choice of trainable parameters, in the order in which all ranks launch them.
+
+    ``number`` says which agreement of the ranks it comes from.
+    """
 
     def __init__(self, buckets: list[Bucket]) -> None:
+        self.number = 0
         self.buckets = buckets
         self.where = {i: position for position, bucket in enumerate(buckets) for i in bucket.members}
 

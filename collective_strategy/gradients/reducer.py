@@ -12,7 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from collective_strategy.collectives.collective import Collective
 from collective_strategy.collectives.errors import CollectiveError
-from collective_strategy.gradients.backward_run import CHANGED, DIRTY, LEFTOVER, BackwardRun, Flags
+from collective_strategy.gradients.backward_run import CHANGED, DIRTY, LEFTOVER, BackwardRun, Choice, Flags
 from collective_strategy.gradients.guard import StepGuard
 from collective_strategy.gradients.inventory import Communicators, Inventory
 from collective_strategy.gradients.leftovers import reduce_leftovers
@@ -25,11 +25,12 @@ from collective_strategy.sharing.roles import UnmarkedPolicy
 class _Parts:
     """What a ``.grad`` consists of: ``reduced`` is equal on all ranks, ``local`` is this rank's own.
 
-    ``reduced=None`` says that all of it is reduced.
+    ``reduced=None`` says that all of it is reduced. ``version`` tells whether the sum was changed in place since.
     """
 
     reduced: Tensor | None = None
     local: Tensor | None = None
+    version: int = 0
 
 
 @dataclass
@@ -38,7 +39,8 @@ class ReducerStatistics:
 
     Attributes:
         reductions: Backward passes whose gradients were reduced.
-        all_reduces: All-reduces sent, flag buffers included.
+        all_reduces: All-reduces sent by backwards, flag buffers included. Once the ranks had to agree anew (layers
+            frozen, unfrozen or replaced), each backward has one more: a comparison of the plans that they chose.
         agreements: Comparisons of the parameters over all ranks, the one at construction included.
         launched_by: For the last backward: how many gradient hooks had fired when each bucket was launched.
         hooks: For the last backward: how many gradient hooks fired in all.
@@ -149,7 +151,10 @@ class GradientReducer(NormOperations):
         guard.hook_parameters()
         changed = sync and self._choose_plan()
         if sync:
-            self._run = BackwardRun(self._plan, self._inventory, self._deferred, self._must_hold())
+            several = self.statistics.agreements > 1
+            choice = Choice(self._plan, self._communicators) if several else None
+            self.statistics.all_reduces += several
+            self._run = BackwardRun(self._plan, self._inventory, self._deferred, self._must_hold(), choice)
         guard.armed = True
         try:
             yield
@@ -187,14 +192,34 @@ class GradientReducer(NormOperations):
         guard = self._guard
         if guard is None:
             return
-        guard.dirty.clear()
+        inseparable = self._inseparable(guard)
         aside = self._set_aside(guard)
-        header = self._header(guard, leftover=True, changed=self._inventory.mask() not in self._plans)
+        header = [self._inventory.mask() not in self._plans or self._inventory.is_stale(self._module)]
+        header += [bool(inseparable), True]
         counts, _ = Flags(self._inventory, self._communicators, set(), header).wait()
+        if counts[DIRTY]:
+            self._show(aside)
+            raise CollectiveError(
+                f"A backward pass outside the reducer added to gradients that were reduced before"
+                f"{' (' + inseparable + ')' if inseparable else ' on another rank'}. What is added to a weight that is "
+                "summed over a model axis cannot be told from the sum any more. Set the gradients to None before such "
+                "a backward (optimizer.zero_grad()), or run it inside reducer.backward()."
+            )
+        guard.dirty.clear()
         if counts[CHANGED]:
             aside = self._take_inventory(aside)
         self._reduce_rest(guard, aside)
         self.statistics.reductions += 1
+
+    def _inseparable(self, guard: StepGuard) -> str:
+        """A parameter whose gradient a backward behind our back went on top of, where averaging again is no cure."""
+        for i in sorted(guard.dirty):
+            route, gradient = self._inventory.routes[i], self._inventory.parameters[i].grad
+            if gradient is None or gradient not in self._parts or route is None:
+                continue
+            if not route.is_mean(self._communicators.size(route.axes)):
+                return self._inventory.names[i]
+        return ""
 
     def close(self) -> None:
         """Removes all hooks. Local, idempotent."""
@@ -214,6 +239,7 @@ class GradientReducer(NormOperations):
             self._plans, self._deferred, self._sparse = {}, set(), set()
         groups = self._inventory.prepare(self._communicators)
         self._plan = self._plans.setdefault(self._inventory.mask(), self._make_plan())
+        self._plan.number = self.statistics.agreements
         self._prepare_norms(self._inventory, self._communicators, groups)
         if self._collective.world_size > 1:
             if self._guard is None:
@@ -273,8 +299,10 @@ class GradientReducer(NormOperations):
                 aside[i] = gradient
                 parameter.grad = None
             elif parts.local is not None:
-                # an in-place change since then (unscaling, zeroing) is taken to be equal on all ranks
-                aside[i] = gradient - parts.local
+                # an in-place change since then (unscaling, zeroing) is taken to be equal on all ranks; without one,
+                # a difference would be rounded differently on each rank
+                unchanged = gradient._version == parts.version
+                aside[i] = parts.reduced if unchanged else gradient - parts.local
                 parameter.grad = parts.local
         return aside
 
@@ -293,16 +321,19 @@ class GradientReducer(NormOperations):
                 parameter.grad = aside[i]
                 self._parts[parameter.grad] = _Parts()
             else:
-                parameter.grad = aside[i] + local
-                self._parts[parameter.grad] = _Parts(reduced=aside[i], local=local)
+                both = aside[i] + local
+                parameter.grad = both
+                self._parts[both] = _Parts(reduced=aside[i], local=local, version=both._version)
 
     @torch.no_grad()
     def _flush(self, guard: StepGuard, run: BackwardRun, aside: dict[int, Tensor], changed: bool) -> None:
         run.launch_rest()
+        if run.divided:
+            aside = self._take_inventory(aside)  # raises where the same weights are trainable on some ranks only
         leftover = any(self._inventory.parameters[i].grad is not None for i in self._inventory.routed)
         header = self._header(guard, leftover, changed)
         flags = Flags(self._inventory, self._communicators, run.fired, header)
-        reduced = [(bucket, bucket.finish()) for bucket in run.plan.buckets]
+        reduced = [(bucket, bucket.finish()) for bucket in run.plan.buckets if not run.divided]
         counts, used = flags.wait()
         for bucket, gradients in reduced:
             for i, gradient in zip(bucket.members, gradients, strict=True):
@@ -310,14 +341,14 @@ class GradientReducer(NormOperations):
                     aside[i] = self._added(aside.get(i), gradient)
         self._deferred |= run.late
         self.statistics.reductions += 1
-        self.statistics.all_reduces += len(run.plan.buckets) + len(flags._buffers)
+        self.statistics.all_reduces += len(reduced) + len(flags._buffers)
         self.statistics.launched_by, self.statistics.hooks = run.launched_by, run.hooks
         if counts[DIRTY]:
             self._show(aside)
             raise CollectiveError(guard.dirty_message(int(counts[DIRTY])))
         if counts[CHANGED]:
             aside = self._take_inventory(aside)
-        if counts[CHANGED] or counts[LEFTOVER]:
+        if run.divided or counts[CHANGED] or counts[LEFTOVER]:
             self._reduce_rest(guard, aside)
         else:
             self._show(aside)
@@ -337,8 +368,9 @@ class GradientReducer(NormOperations):
         sparse = reduce_leftovers(self._inventory, self._communicators, write)
         if not sparse <= self._sparse:
             self._sparse |= sparse
-            self._plans = {}
+            number, self._plans = self._plan.number, {}
             self._plan = self._plans.setdefault(self._inventory.mask(), self._make_plan())
+            self._plan.number = number
         self._show(aside)
         guard.clear()
 
