@@ -7,6 +7,7 @@ that names them. A rank that refuses its own arguments sends the refusal, so tha
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from collective_strategy.collectives.side_channel import SideChannel
 CheckMode = bool | Literal["auto"]
 CHECK_VARIABLE = "COLLECTIVE_STRATEGY_CHECK"
 AUTO_LIMIT = 16
+_PATIENCE = timedelta(seconds=5)
 Verify = Callable[[Sequence[str]], "str | None"]
 
 
@@ -54,7 +56,7 @@ class Checker:
         self._rank = rank
         self._world_size = world_size
         self._timeout = timeout
-        self._previous: str | None = None
+        self._read_by_all: list[str] = []
 
     def compare(self, number: int, call: str, details: str = "", verify: Verify | None = None) -> None:
         """Waits for all ranks' lines of call ``number`` and compares them.
@@ -70,42 +72,61 @@ class Checker:
             RuntimeError: from the store, when somebody is missing.
         """
         lines = self._exchange(number, {"call": call, "details": details})
-        calls = [line.get("call", f"refused its arguments: {line.get('refused')}") for line in lines]
-        refusals = [f"rank {rank} refused {line['operation']}: {line['refused']}"
-                    for rank, line in enumerate(lines) if "refused" in line]  # fmt: skip
-        if refusals:
-            raise CollectiveMismatchError(
-                f"call {number}: {'; '.join(refusals)}. This rank called {call}. Nothing was sent; correct the "
-                f"arguments "
-                "on the refusing rank."
-            )
-        if any(other != call for other in calls):
-            shown = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(calls))
-            raise CollectiveMismatchError(
-                f"the ranks made different calls (call {number}): {shown}. Nothing was sent. All ranks must make the "
-                f"same "
-                f"calls in the same order with equal structure, shape and dtype{_hint(calls)}."
-            )
-        problem = verify([line["details"] for line in lines]) if verify else None
+        problem = _difference(number, call, lines)
+        if problem is None and verify is not None:
+            wrong = verify([line["details"] for line in lines])
+            problem = wrong and f"{call} (call {number}): {wrong}. Nothing was sent."
         if problem:
-            raise CollectiveMismatchError(f"{call} (call {number}): {problem}. Nothing was sent.")
+            self._until_all_know(number)
+            raise CollectiveMismatchError(problem)
 
     def refuse(self, number: int, operation: str, refusal: Exception) -> None:
         """Tells the other ranks that this one refuses its arguments, and waits until they heard it."""
         self._exchange(number, {"operation": operation, "refused": f"{type(refusal).__name__}: {refusal}"})
+        self._until_all_know(number)
 
     def present(self, number: int) -> list[int]:
         """The ranks that have made call ``number``."""
         return [rank for rank in range(self._world_size) if self._channel.has(f"{number}/{rank}")]
 
+    def _until_all_know(self, number: int) -> None:
+        """Waits until all ranks have read the lines: this rank's error may end its process, and with it the store."""
+        own = f"{number}/{self._rank}/read"
+        self._channel.set(own, "")
+        self._read_by_all.append(own)
+        keys = [f"{number}/{rank}/read" for rank in range(self._world_size)]
+        with contextlib.suppress(RuntimeError):  # somebody ended first; the error to come says more
+            self._channel.collect(keys, min(self._timeout, _PATIENCE))
+
     def _exchange(self, number: int, line: dict[str, str]) -> list[dict[str, str]]:
         own = f"{number}/{self._rank}"
         self._channel.set(own, json.dumps(line))
         values = self._channel.collect([f"{number}/{rank}" for rank in range(self._world_size)], self._timeout)
-        if self._previous is not None:
-            self._channel.delete(self._previous)  # all are in this call, so all have read the one before
-        self._previous = own
+        for key in self._read_by_all:  # all are in this call, so all are done with the one before
+            self._channel.delete(key)
+        self._read_by_all = [own]
         return [json.loads(value) for value in values]
+
+
+def _difference(number: int, call: str, lines: Sequence[dict[str, str]]) -> str | None:
+    refusals = [
+        f"rank {rank} refused {line['operation']}: {line['refused']}"
+        for rank, line in enumerate(lines)
+        if "refused" in line
+    ]
+    if refusals:
+        return (
+            f"call {number}: {'; '.join(refusals)}. This rank called {call}. Nothing was sent; correct the arguments "
+            "on the refusing rank."
+        )
+    calls = [line["call"] for line in lines]
+    if all(other == call for other in calls):
+        return None
+    shown = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(calls))
+    return (
+        f"the ranks made different calls (call {number}): {shown}. Nothing was sent. All ranks must make the same "
+        f"calls in the same order with equal structure, shape and dtype{_hint(calls)}."
+    )
 
 
 def _hint(calls: Sequence[str]) -> str:

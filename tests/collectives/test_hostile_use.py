@@ -177,6 +177,32 @@ def test_thousands_of_calls_leave_nothing_in_the_store() -> None:
         assert after - before < 10
 
 
+def test_mismatches_leave_nothing_in_the_store() -> None:
+    def many(c: Collective) -> int:
+        store = torch.distributed.distributed_c10d._get_default_store()
+        before = store.num_keys()
+        for _ in range(20):
+            error_of(lambda: c.all_reduce(torch.ones(1 + c.rank)))
+        c.barrier()
+        return store.num_keys() - before
+
+    for added in results(2, many):
+        assert added < 10
+
+
+def test_a_mismatch_is_told_to_all_even_if_the_process_that_serves_the_store_ends_on_it() -> None:
+    def mismatch(c: Collective) -> tuple[str, str]:
+        time.sleep(0.1 * (c.rank == 1))
+        error = error_of(lambda: c.all_reduce(torch.ones(1 + c.rank)))
+        if c.rank == 0:
+            os._exit(1)
+        return error
+
+    for _ in range(3):
+        outcomes = run_ranks(3, mismatch, fresh=True, timeout=20)
+        assert [outcome.result()[0] for outcome in outcomes[1:]] == ["CollectiveMismatchError"] * 2
+
+
 def test_a_process_group_of_the_user_is_adopted_and_left_alone() -> None:
     def adopt(_: None) -> list[Any]:
         import torch.distributed as dist
