@@ -39,27 +39,38 @@ class BackwardRun:
         inventory: The parameters.
         deferred: Parameters whose gradients come in several pieces (reentrant checkpointing), known from earlier
             passes; their buckets wait for the end.
+        awaited: Parameters that the engine does not announce (those in a reentrant checkpoint), known from earlier
+            passes; their buckets wait for their hooks.
         hold: Launch nothing before the end.
         choice: The ranks' comparison of their plans; None where there is only one.
 
     Attributes:
         launched_by: How many hooks had fired when each bucket was launched, in launch order.
         fired: Parameters whose gradient was accumulated.
-        late: Parameters with a gradient accumulated after their bucket was launched.
+        unannounced: Parameters whose only hook fired after their bucket was launched without them.
+        late: Parameters with another piece of gradient accumulated after their bucket was launched.
         divided: The ranks chose different plans; nothing is sent.
     """
 
     def __init__(
-        self, plan: Plan, inventory: Inventory, deferred: set[int], hold: bool, choice: Choice | None = None
+        self,
+        plan: Plan,
+        inventory: Inventory,
+        deferred: set[int],
+        awaited: set[int],
+        hold: bool,
+        choice: Choice | None = None,
     ) -> None:
         self.plan = plan
         self.divided = False
         self.launched_by: list[int] = []
         self.fired: set[int] = set()
+        self.unannounced: set[int] = set()
         self.late: set[int] = set()
         self.hooks = 0
         self._inventory = inventory
         self._silent: set[int] = set()
+        self._awaited = awaited
         self._choice = choice
         self._next = 0
         self._missing = [len(bucket.members) for bucket in plan.buckets]
@@ -74,7 +85,7 @@ class BackwardRun:
         if position is None:
             return
         if position < self._next:
-            self.late.add(index)
+            (self.late if index in self.fired else self.unannounced).add(index)
         elif index not in self.fired and index not in self._silent:
             self._missing[position] -= 1
         self.fired.add(index)
@@ -92,11 +103,13 @@ class BackwardRun:
     def _find_silent(self) -> None:
         """Asks the engine which parameters this pass leaves out, so that nobody waits for them.
 
-        Those inside a reentrant checkpoint are in a pass of their own; they count as left out here and come late.
+        Those inside a reentrant checkpoint are in a pass of their own; they count as left out here until known better.
         """
         for position, bucket in enumerate(self.plan.buckets):
             for i in bucket.members:
                 parameter = self._inventory.parameters[i]
+                if i in self._awaited and parameter.requires_grad:
+                    continue
                 if not (parameter.requires_grad and self._inventory.will_be_used(i)):
                     self._silent.add(i)
                     self._missing[position] -= 1

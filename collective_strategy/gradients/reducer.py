@@ -117,6 +117,7 @@ class GradientReducer(NormOperations):
         self._static_graph = static_graph
         self._parts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._deferred: set[int] = set()
+        self._awaited: set[int] = set()
         self._sparse: set[int] = set()
         self._blocked = False
         self._run: BackwardRun | None = None
@@ -154,7 +155,9 @@ class GradientReducer(NormOperations):
             several = self.statistics.agreements > 1
             choice = Choice(self._plan, self._communicators) if several else None
             self.statistics.all_reduces += several
-            self._run = BackwardRun(self._plan, self._inventory, self._deferred, self._must_hold(), choice)
+            self._run = BackwardRun(
+                self._plan, self._inventory, self._deferred, self._awaited, self._must_hold(), choice
+            )
         guard.armed = True
         try:
             yield
@@ -236,7 +239,7 @@ class GradientReducer(NormOperations):
         self._interleaved = self._inventory.agree(self._communicators)
         self.statistics.agreements += 1
         if old is not None and old.signature != self._inventory.signature:
-            self._plans, self._deferred, self._sparse = {}, set(), set()
+            self._plans, self._deferred, self._awaited, self._sparse = {}, set(), set(), set()
         groups = self._inventory.prepare(self._communicators)
         self._plan = self._plans.setdefault(self._inventory.mask(), self._make_plan())
         self._plan.number = self.statistics.agreements
@@ -340,6 +343,7 @@ class GradientReducer(NormOperations):
                 if i in used:
                     aside[i] = self._added(aside.get(i), gradient)
         self._deferred |= run.late
+        self._awaited |= run.unannounced
         self.statistics.reductions += 1
         self.statistics.all_reduces += len(reduced) + len(flags._buffers)
         self.statistics.launched_by, self.statistics.hooks = run.launched_by, run.hooks

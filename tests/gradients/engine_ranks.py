@@ -1,0 +1,45 @@
+"""Small models on real ranks: values that all ranks agree on, and errors that all ranks raise."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from collective_strategy.testing import run_ranks
+
+MODEL_2 = {"data": 1, "model": 2}
+MESH_2X2 = {"data": 2, "model": 2}
+
+
+def per_rank(n: int, function: Callable[..., Any], **options: Any) -> list[Any]:
+    """Every rank's result."""
+    return [outcome.result() for outcome in run_ranks(n, function, **{"timeout": 30, **options})]
+
+
+def common(n: int, function: Callable[..., Any], **options: Any) -> Any:
+    """The result, which is equal on all ranks."""
+    results = per_rank(n, function, **options)
+    assert all(result == results[0] for result in results), results
+    return results[0]
+
+
+def errors(n: int, function: Callable[..., Any], **options: Any) -> list[BaseException]:
+    """Every rank's error."""
+    outcomes = run_ranks(n, function, **{"timeout": 15, "fresh": True, **options})
+    assert all(outcome.error is not None for outcome in outcomes), [outcome.value for outcome in outcomes]
+    return [outcome.error for outcome in outcomes if outcome.error is not None]
+
+
+def weights(*values: float, dtype: torch.dtype = torch.float64) -> nn.ParameterList:
+    """Scalar parameters."""
+    return nn.ParameterList([nn.Parameter(torch.tensor(value, dtype=dtype)) for value in values])
+
+
+def filled(*layers: nn.Module, value: float = 1.0) -> nn.ModuleList:
+    """Layers whose weights are all ``value``."""
+    module = nn.ModuleList(layers)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.fill_(value)
+    return module
