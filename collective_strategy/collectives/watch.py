@@ -58,12 +58,14 @@ class Watch:
         for rank in range(len(self.ranks)):
             if rank == self.rank:
                 continue
+            place = self.ranks[rank]
+            who = f"rank {rank}" if place == rank else f"rank {rank} of {self.name!r}, which is global rank {place}"
             seen = channel.get(f"waiting/{rank}")
             where = seen.partition(":") if seen else None
             if where is None:
-                result.append(f"rank {rank} (not seen waiting in {self.name!r})")
+                result.append(f"{who} (not seen waiting in {self.name!r})")
             elif int(where[0]) != number:
-                result.append(f"rank {rank} (last seen waiting in {where[2]}, call {where[0]})")
+                result.append(f"{who} (last seen waiting in {where[2]}, call {where[0]})")
         return result
 
 
