@@ -1,0 +1,197 @@
+"""How much is sent, when, and in which memory."""
+
+import time
+
+import pytest
+import torch
+from engine_ranks import MESH_2X2, MODEL_2, common, per_rank, weights
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from collective_strategy import GradientReducer
+from collective_strategy.gradients import BucketSizes
+from collective_strategy.sharing import shared
+
+LAYERS = 6
+
+
+def deep(collective, marked=()) -> nn.Sequential:
+    """Layers of 360 kB, each a bucket of its own."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(*[nn.Linear(300, 300, bias=False) for _ in range(LAYERS)])
+    for i in marked:
+        shared(layers[i], over="model")
+    return layers
+
+
+def pointers(reducer) -> list[int]:
+    return [bucket._buffer.data_ptr() for bucket in reducer._plan.buckets]
+
+
+class Counting:
+    """Counts the all-reduces that leave the engine, on every group of it."""
+
+    def __init__(self, monkeypatched: pytest.MonkeyPatch, reducer: GradientReducer) -> None:
+        self.count = 0
+        for group in reducer._communicators._made.values():
+            original = group.all_reduce_
+
+            def counted(*args, original=original, **kwargs):
+                self.count += 1
+                return original(*args, **kwargs)
+
+            monkeypatched.setattr(group, "all_reduce_", counted)
+
+    def since(self) -> int:
+        count, self.count = self.count, 0
+        return count
+
+
+def test_one_all_reduce_per_bucket_and_flag_buffer_and_none_on_inner_micro_batches():
+    """Shared weights travel over both axes at once: 3 buckets over all ranks, 3 over the data axis, 2 flag buffers."""
+
+    def count(collective):
+        layers = deep(collective, marked=(0, 2, 4))
+        reducer = GradientReducer(layers, collective)
+        with pytest.MonkeyPatch.context() as patch:
+            counting = Counting(patch, reducer)
+            seen = []
+            for micro in range(6):
+                with reducer.backward(sync=micro % 3 == 2):
+                    layers(torch.ones(1, 300)).sum().backward()
+                seen.append(counting.since())
+            with reducer.no_sync(), reducer.backward():
+                layers(torch.ones(1, 300)).sum().backward()
+            seen.append(counting.since())
+            with reducer.backward():
+                pass
+            seen.append(counting.since())
+        return seen, len(reducer._plan.buckets), reducer.statistics.all_reduces, reducer.statistics.reductions
+
+    assert common(4, count, mesh=MESH_2X2) == ([0, 0, 8, 0, 0, 8, 0, 8], 6, 24, 3)
+
+
+def test_small_gradients_share_a_bucket():
+    def count(collective):
+        module = weights(*[0.0] * 400)
+        reducer = GradientReducer(module, collective)
+        with reducer.backward():
+            sum(module).backward()
+        return len(reducer._plan.buckets), reducer.statistics.all_reduces
+
+    assert common(2, count) == (1, 2)
+
+
+def test_choosing_among_plans_costs_one_more_once_there_are_several():
+    def count(collective):
+        w, v = module = weights(0.0, 0.0)
+        reducer = GradientReducer(module, collective)
+        seen = []
+        for trainable in (True, False, True):
+            v.requires_grad_(trainable)
+            before = reducer.statistics.all_reduces
+            with reducer.backward():
+                (w + v).backward()
+            seen.append(reducer.statistics.all_reduces - before)
+        return seen
+
+    assert common(2, count) == [2, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("marked", "mesh"), [((), None), (range(LAYERS), MODEL_2), ((1, 4), MESH_2X2)], ids=["private", "shared", "both"]
+)
+@pytest.mark.parametrize("unused_on_one_rank", [False, True])
+def test_all_buckets_but_the_last_two_are_sent_before_the_last_hook(marked, mesh, unused_on_one_rank):
+    def log(collective):
+        layers = deep(collective, marked)
+        reducer = GradientReducer(layers, collective)
+        used = [layer for i, layer in enumerate(layers) if not (unused_on_one_rank and collective.rank == 1 and i == 3)]
+        for _ in range(2):
+            x = torch.ones(1, 300)
+            for layer in used:
+                x = layer(x)
+            with reducer.backward():
+                x.sum().backward()
+        return reducer.statistics.launched_by, reducer.statistics.hooks, len(used)
+
+    for launched_by, hooks, used in per_rank(4 if mesh == MESH_2X2 else 2, log, mesh=mesh):
+        assert hooks == used
+        assert len(launched_by) == LAYERS
+        assert launched_by == sorted(launched_by)
+        assert all(fired < hooks for fired in launched_by[:-2])
+        assert launched_by[0] == 1  # the very first hook sends the first bucket
+
+
+def test_reentrant_checkpoints_are_overlapped_once_they_are_known():
+    def log(collective):
+        layers = deep(collective)
+        reducer = GradientReducer(layers, collective)
+        for _ in range(2):
+            x = torch.ones(1, 300, requires_grad=True)
+            for layer in layers:
+                x = checkpoint(layer, x, use_reentrant=True)
+            with reducer.backward():
+                x.sum().backward()
+        return reducer.statistics.launched_by
+
+    assert common(2, log) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_buffer_is_used_again_but_never_while_a_gradient_in_it_is_alive():
+    def check(collective):
+        w, v = module = weights(0.0, 0.0)
+        reducer = GradientReducer(module, collective)
+        x = 1.0 + 2 * collective.rank
+
+        def step(k, **how):
+            module.zero_grad(**how)
+            with reducer.backward():
+                ((w + v) * k * x).backward()
+
+        step(1.0)
+        held = w.grad
+        step(10.0)
+        values = [held.item(), w.grad.item()]
+        array = v.grad.numpy()
+        step(100.0)
+        values += [float(array), v.grad.item()]
+        detached = v.grad.detach()
+        step(1000.0)
+        values += [detached.item(), v.grad.item()]
+        del held, array, detached
+        step(1.0)
+        before = pointers(reducer)
+        for k in range(5):
+            step(float(k))
+        reused = pointers(reducer) == before
+        step(3.0, set_to_none=False)
+        kept = w.grad
+        step(5.0, set_to_none=False)
+        return values, reused, kept is w.grad, kept.item()
+
+    assert common(2, check) == ([2.0, 20.0, 20.0, 200.0, 200.0, 2000.0], True, True, 10.0)
+
+
+def test_a_large_gradient_is_reduced_without_a_buffer():
+    def check(collective):
+        w = nn.Parameter(torch.zeros(1000))
+        reducer = GradientReducer(nn.ParameterList([w]), collective, sizes=BucketSizes(large=1000))
+        with reducer.backward():
+            (w * (1.0 + 2 * collective.rank)).sum().backward()
+        return w.grad[0].item(), reducer._plan.buckets[0]._buffer is None
+
+    assert common(2, check) == (2.0, True)
+
+
+def test_a_rank_that_is_late_is_waited_for():
+    def check(collective):
+        (w,) = module = weights(0.0)
+        reducer = GradientReducer(module, collective)
+        time.sleep(0.3 * collective.rank)
+        with reducer.backward():
+            if collective.rank == 0:
+                w.backward()
+        return w.grad.item()
+
+    assert common(2, check) == 0.5
