@@ -94,6 +94,7 @@ class NormOperations:
 
         Called by all ranks, for each optimizer in the same order.
         """
+        scaler.scale(torch.zeros((), device=self._collective.device))  # a rank without a loss has not started it yet
         scaler.unscale_(optimizer)
         self.share_found_inf(scaler, optimizer)
 
