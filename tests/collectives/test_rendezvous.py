@@ -53,7 +53,7 @@ def test_a_missing_rank_is_named_within_the_time_out() -> None:
     first, second, _ = outcomes(3, meeting(lambda rank: {"master_port": port, "absent": rank == 2}))
     for kind, _, waited in (first, second):
         assert kind == "RendezvousError"
-        assert waited < 8
+        assert waited < 15
     assert "2 of 3 processes joined" in first[1]
     assert "missing ranks: [2]" in first[1]
 
@@ -64,7 +64,7 @@ def test_a_missing_rank_zero_is_named_with_its_address() -> None:
     assert kind == "RendezvousError"
     assert f"127.0.0.1:{port}" in text
     assert "rank 0" in text
-    assert waited < 8
+    assert waited < 15
 
 
 @pytest.mark.parametrize("doubled", [0, 1])
@@ -72,7 +72,7 @@ def test_two_processes_that_claim_one_rank_are_both_refused(doubled: int) -> Non
     port = free_port()
     ended = outcomes(3, meeting(lambda rank: {"master_port": port, "rank": doubled if rank == 2 else rank}))
     assert all(kind == "RendezvousError" for kind, _, _ in ended), ended
-    assert all(waited < 8 for _, _, waited in ended)
+    assert all(waited < 15 for _, _, waited in ended)
     assert any(f"rank {doubled}" in text for _, text, _ in ended)
 
 
