@@ -3,6 +3,7 @@
 Needs the extra ``collective_strategy[typecheck]``; ``tox run -e typecheck`` runs it.
 """
 
+import re
 import sys
 from pathlib import Path
 
@@ -273,6 +274,22 @@ def test_ranks_at_unequal_distances_are_refused():
         return True
 
     assert results(4, uneven) == [True] * 4
+
+
+def test_the_example_of_the_page_finds_a_forgotten_f():
+    page = (Path(__file__).parents[2] / "docs" / "compile_and_transforms.md").read_text()
+    (code,) = re.findall(r"```python\n(import spmd_types.*?)```", page, re.DOTALL)
+    (message,) = re.findall(r"```\nSpmdTypeError: (.*?)```", page, re.DOTALL)
+
+    def right_and_wrong(collective):
+        block, _, [(_, x)], _ = tensor_parallel(collective)
+        exec(code, {"collective": collective, "block": block, "x": x})
+        collective.replicate = lambda x: x
+        with pytest.raises(RuntimeError) as found:
+            exec(code, {"collective": collective, "block": block, "x": random(5, 6)})
+        return str(found.value)
+
+    assert all(text.startswith(message) for text in results(2, right_and_wrong))
 
 
 def test_nothing_is_imported_without_the_checker():
