@@ -8,6 +8,8 @@ from typing import Any
 
 import cloudpickle
 
+from collective_strategy.testing.pickling import dumps
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -81,7 +83,7 @@ def pack(value: Any) -> Parcel:
     """Pickles a value; one that cannot be pickled becomes its description."""
     description = _describe(value)
     try:
-        payload = cloudpickle.dumps(value)
+        payload = dumps(value)
         if isinstance(value, BaseException):
             # Many exception classes can be pickled but not unpickled (constructors with other arguments).
             cloudpickle.loads(payload)

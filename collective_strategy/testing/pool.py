@@ -16,7 +16,6 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
 from collective_strategy.testing.spawner import ANSWER, FORK, REQUEST, WAIT
-from collective_strategy.testing.worker import STACK_SIGNAL
 
 START = "from collective_strategy.testing.spawner import main; main()"
 # Imported once, before forking; the others only if the parent has them already.
@@ -100,23 +99,18 @@ class Worker:
         self._main_header = f"0x{self.connection.recv():016x}"
 
     def stacks(self, patience: float = 5.0) -> str:
-        """Where its threads stand now, the main thread first; works while it is blocked in C code."""
-        start = self._stacks_size()
-        try:
-            os.kill(self.process, STACK_SIGNAL)
-        except ProcessLookupError:
-            return "the process is gone"
+        """Where its threads stood when its time was up, the main thread first."""
         text, deadline = "", time.monotonic() + patience
         while time.monotonic() < deadline:
-            time.sleep(0.05)
-            before, text = text, self._read_stacks(start)
+            before, text = text, self.last_words()
             if self._main_header in text and text == before:  # on a busy machine it comes in pieces
                 break
-        return self._main_thread_first(text) or "no answer: stopped, or deep in C code"
+            time.sleep(0.05)
+        return self._main_thread_first(text) or "no answer: the process was stopped or had no time to run"
 
     def last_words(self) -> str:
-        """What the fault handler wrote when a signal ended the process."""
-        return self._read_stacks(0)
+        """What the fault handler wrote: stacks when its time was up, or when a signal ended the process."""
+        return os.pread(self._stacks.fileno(), 1 << 20, 0).decode(errors="replace")
 
     def kill(self) -> int:
         """Ends the process if it still runs; its exit code."""
@@ -134,16 +128,11 @@ class Worker:
             self._exit_code = self._spawner.wait(self.process)
         return self._exit_code
 
-    def _stacks_size(self) -> int:
-        return os.fstat(self._stacks.fileno()).st_size
-
-    def _read_stacks(self, start: int) -> str:
-        return os.pread(self._stacks.fileno(), 1 << 20, start).decode(errors="replace")
-
     def _main_thread_first(self, text: str) -> str:
-        blocks = re.split(r"(?m)^(?=(?:Current thread|Thread) 0x)", text)
+        header = r"(?:Current thread|Thread) 0x"
+        blocks = re.split(rf"(?m)^(?={header})", text)
         lifeline = "in _die_with_parent"
-        blocks = [block.rstrip() for block in blocks if block.strip() and lifeline not in block]
+        blocks = [block.rstrip() for block in blocks if re.match(header, block) and lifeline not in block]
         return "\n".join(sorted(blocks, key=lambda block: self._main_header not in block.partition("\n")[0]))
 
 

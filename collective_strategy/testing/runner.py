@@ -23,7 +23,7 @@ from collective_strategy.testing.outcome import (
     unpack_error,
 )
 from collective_strategy.testing.pool import Pool, Spawner, Worker, worker_environment
-from collective_strategy.testing.worker import RELEASE, Call, Closing, Place, Report, work_bytes
+from collective_strategy.testing.worker import CLOSING_LIMIT, RELEASE, Call, Closing, Place, Report, work_bytes
 
 MAX_POOLS = 6  # idle pools cost memory only; the one unused longest goes first
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -129,7 +129,7 @@ class _Run:
             deadline = time.monotonic() + self.limit
             self._collect_reports(deadline)
             self._release(set(self.reports))
-            self._collect_closings(max(deadline, time.monotonic() + 10))
+            self._collect_closings()
             outcomes = [self._outcome(rank) for rank in range(self.n)]
         except BaseException:
             self.pool.close()
@@ -144,14 +144,14 @@ class _Run:
         for worker in self.pool.workers:
             place = Place(worker.rank, self.n, self.pool.port)
             environment = worker_environment({**_launcher_variables(place), **self.env}.items())
-            worker.connection.send(Call(place, self.work, environment, os.getcwd(), list(sys.path)))
+            worker.connection.send(Call(place, self.limit, self.work, environment, os.getcwd(), list(sys.path)))
 
     def _collect_reports(self, deadline: float) -> None:
         settled: float | None = None
         while waiting := self._waiting_for(self.reports):
             now = time.monotonic()
             if now >= deadline:
-                raise self._timeout_error(waiting)
+                raise self._timeout_error(waiting, "the function", self.limit)
             if settled is not None and now >= settled:
                 # A rank has failed and others wait, perhaps for it: as at the end of its process, its side closes.
                 failed = {rank for rank, report in self.reports.items() if report.error is not None}
@@ -167,11 +167,12 @@ class _Run:
                     if message.error is not None and settled is None and not self.released:
                         settled = time.monotonic() + SETTLE
 
-    def _collect_closings(self, deadline: float) -> None:
+    def _collect_closings(self) -> None:
+        deadline = time.monotonic() + CLOSING_LIMIT
         while waiting := self._waiting_for(self.closings):
             ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready:
-                raise self._timeout_error(waiting, "the tear-down")
+                raise self._timeout_error(waiting, "the tear-down", CLOSING_LIMIT)
             for connection in ready:
                 assert isinstance(connection, Connection)
                 worker = waiting[connection]
@@ -219,7 +220,7 @@ class _Run:
             )
         return Outcome(rank, value=unpack(report.value) if report.value else None)
 
-    def _timeout_error(self, waiting: Mapping[Connection, Worker], what: str = "the function") -> RankTimeoutError:
+    def _timeout_error(self, waiting: Mapping[Connection, Worker], what: str, limit: float) -> RankTimeoutError:
         stacks = {worker.rank: worker.stacks() for worker in waiting.values()}
         lines = []
         for rank in range(self.n):
@@ -232,7 +233,7 @@ class _Run:
                 error = unpack_error(report.error) if report.error else None
                 lines.append(f"rank {rank}: " + (f"raised {type(error).__name__}: {error}" if error else "returned"))
         details = "".join(f"\n\nrank {rank}, most recent call first:\n{text}" for rank, text in stacks.items())
-        message = f"{what} did not come back within {self.limit:g} s on {len(stacks)} of {self.n} ranks\n"
+        message = f"{what} did not come back within {limit:g} s on {len(stacks)} of {self.n} ranks\n"
         finished = [Outcome(rank, value=unpack(r.value)) for rank, r in sorted(self.reports.items()) if r.value]
         return RankTimeoutError(message + "\n".join(lines) + details, stacks, finished)
 

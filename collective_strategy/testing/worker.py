@@ -9,7 +9,6 @@ from __future__ import annotations
 import faulthandler
 import gc
 import os
-import signal
 import sys
 import threading
 import traceback
@@ -22,9 +21,10 @@ import cloudpickle
 
 from collective_strategy.testing.guard import ProcessState, random_state
 from collective_strategy.testing.outcome import Parcel, pack
+from collective_strategy.testing.pickling import dumps
 
 RELEASE = "release"
-STACK_SIGNAL = signal.SIGUSR2  # not SIGUSR1, which Lightning takes for itself under SLURM
+CLOSING_LIMIT = 10.0  # seconds for the tear-down
 
 
 class Place(NamedTuple):
@@ -37,9 +37,13 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """One call for one rank. ``work`` is the cloudpickled ``Work``, unpickled only once the path is set."""
+    """One call for one rank. ``work`` is the pickled ``Work``, unpickled only once the path is set.
+
+    After ``limit`` seconds without a report the process writes where its threads stand.
+    """
 
     place: Place
+    limit: float
     work: bytes
     environment: Mapping[str, str]
     directory: str
@@ -76,8 +80,6 @@ class Closing:
 
 def serve(connection: Connection, lifeline: int, stacks: int) -> None:
     """Serves calls until the parent closes the connection. Never returns."""
-    faulthandler.enable(file=stacks)
-    faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
     threading.Thread(target=_die_with_parent, args=(lifeline,), name="lifeline", daemon=True).start()
     connection.send(threading.get_ident())
     restore_random_state = random_state()
@@ -85,7 +87,12 @@ def serve(connection: Connection, lifeline: int, stacks: int) -> None:
         while True:
             call: Call = connection.recv()
             restore_random_state()
-            _serve_call(connection, call)
+            # Anew each time: a Trainer puts Python's default back for all signals when it is done.
+            os.ftruncate(stacks, 0)
+            os.lseek(stacks, 0, os.SEEK_SET)
+            faulthandler.disable()
+            faulthandler.enable(file=stacks)
+            _serve_call(connection, call, stacks)
     except (EOFError, OSError):
         os._exit(0)
 
@@ -96,11 +103,13 @@ def _die_with_parent(lifeline: int) -> None:
     os._exit(1)
 
 
-def _serve_call(connection: Connection, call: Call) -> None:
+def _serve_call(connection: Connection, call: Call, stacks: int) -> None:
     collective: Any = None
     before: ProcessState | None = None
     failure: str | None = None
     was_set_up = False
+    # A thread of the fault handler's, which neither a lock held by Python nor a signal that is taken can stop.
+    faulthandler.dump_traceback_later(call.limit, file=stacks)
     try:
         sys.path[:] = call.path
         os.chdir(call.directory)
@@ -115,12 +124,14 @@ def _serve_call(connection: Connection, call: Call) -> None:
         report = Report(value=pack(work.function(collective, *work.arguments)))
     except BaseException as error:  # SystemExit and pytest's outcomes too
         report = Report(error=pack(error), traceback=_traceback(error))
+    faulthandler.cancel_dump_traceback_later()
     if collective is not None:
         report = replace(report, broken=collective.broken if was_set_up else "it could not be set up")
     connection.send(report)
     work = report = None  # type: ignore[assignment]  # what they hold should be gone before the state is compared
     if connection.recv() != RELEASE:
         raise RuntimeError("expected a release")
+    faulthandler.dump_traceback_later(CLOSING_LIMIT, file=stacks)
     try:
         if collective is not None:
             collective.teardown()
@@ -128,7 +139,9 @@ def _serve_call(connection: Connection, call: Call) -> None:
         failure = _traceback(error)
     collective = None
     gc.collect()
-    connection.send(Closing(before.differences() if before else [], failure))
+    differences = before.differences() if before else []
+    faulthandler.cancel_dump_traceback_later()
+    connection.send(Closing(differences, failure))
 
 
 def _create(work: Work) -> Any:
@@ -169,10 +182,10 @@ def work_bytes(function: Any, arguments: tuple[Any, ...], backend: str | type | 
     work = Work(function, arguments, backend, options)
     module = sys.modules.get(getattr(function, "__module__", None) or "")
     if module is None or module.__name__ == "__main__" or _importable(module.__name__):
-        return cloudpickle.dumps(work)
+        return dumps(work)
     cloudpickle.register_pickle_by_value(module)
     try:
-        return cloudpickle.dumps(work)
+        return dumps(work)
     finally:
         cloudpickle.unregister_pickle_by_value(module)
 

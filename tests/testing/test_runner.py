@@ -107,6 +107,7 @@ def test_an_exception_is_raised_by_result_with_the_traceback_of_the_rank():
     first, second = run_ranks(2, fail_on_one, backend=None)
     assert first.result() == "fine"
     assert isinstance(second.error, KeyError)
+    assert "test_runner.py" in second.traceback
     assert "in fail_on_one" in second.traceback
     assert "worker.py" not in second.traceback
     with pytest.raises(KeyError, match="lost") as caught:
@@ -203,7 +204,8 @@ def test_a_hanging_rank_is_reported_with_the_place_where_it_stands_and_the_pool_
 
     before = processes_of_the_pool()
     start = time.monotonic()
-    with pytest.raises(RankTimeoutError, match=r"1 of 2 ranks\nrank 0: returned\nrank 1: in hang_on_one") as caught:
+    place = r"rank 1: in hang_on_one \(test_runner.py:\d+\)"
+    with pytest.raises(RankTimeoutError, match=rf"1 of 2 ranks\nrank 0: returned\n{place}") as caught:
         run_ranks(2, hang_on_one, backend=None, timeout=1, grace=0)
     assert time.monotonic() - start < 10
     assert list(caught.value.stacks) == [1]
@@ -212,11 +214,38 @@ def test_a_hanging_rank_is_reported_with_the_place_where_it_stands_and_the_pool_
     assert not set(processes_of_the_pool()) & set(before)
 
 
+def test_taken_signals_do_not_hide_where_a_rank_hangs_or_how_it_died():
+    def take_all_signals(_collective):
+        for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+            signal.signal(number, signal.SIG_DFL)  # as a Trainer does at its end
+
+    def hang(_collective):
+        time.sleep(1000)
+
+    def take_and_hang(_collective):
+        take_all_signals(None)
+        hang(None)
+
+    def crash(_collective):
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+    with pytest.raises(RankTimeoutError, match="rank 0: in hang"):
+        run_ranks(1, take_and_hang, backend=None, timeout=1, grace=0)
+    (outcome,) = run_ranks(1, take_all_signals, backend=None)
+    assert outcome.error is None
+    (outcome,) = run_ranks(1, crash, backend=None)
+    with pytest.raises(WorkerDiedError, match=r"(?s)SIGSEGV.*in crash"):
+        outcome.result()
+
+
 def test_a_rank_that_waits_for_another_is_reported_with_its_caller():
     def wait_for_nobody(_collective):
         threading.Event().wait()
 
-    with pytest.raises(RankTimeoutError, match=r"rank 0: in wait \(threading.py:\d+\), called by wait_for_nobody"):
+    with pytest.raises(
+        RankTimeoutError,
+        match=r"rank 0: in wait \(threading.py:\d+\), called by wait_for_nobody \(test_runner.py:\d+\)",
+    ):
         run_ranks(1, wait_for_nobody, backend=None, timeout=1, grace=0)
 
 
