@@ -33,6 +33,9 @@ class Collective(DataOperations, InPlaceOperations, ObjectOperations):
     on its device; ranks (``src``, ``dst``) count within this collective; strides do not matter; with one rank the same
     rules hold. Wrong arguments raise TypeError or ValueError before anything is sent; see `errors` for the rest.
 
+    One thread of a process uses a collective and its parts at a time: the ranks' threads could otherwise take turns in
+    different orders, and in check mode they share one connection.
+
     Gradients flow through every operation with a pair in `OPERATIONS`; ``to`` chooses the pair where there are two.
     """
 
