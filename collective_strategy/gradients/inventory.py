@@ -46,6 +46,8 @@ class Communicators:
         else:
             self.data_axes = () if data is None else mesh.unions.get(data, (data,))
         self.model_axes = tuple(axis for axis in self.sizes if axis not in self.data_axes)
+        unions = {} if mesh is None else mesh.unions
+        self.model_unions = {name: axes for name, axes in unions.items() if set(axes) <= set(self.model_axes)}
         self._made: dict[tuple[str, ...], Collective] = {}
 
     def size(self, axes: Sequence[str]) -> int:
@@ -60,6 +62,12 @@ class Communicators:
         if axes not in self._made:
             self._made[axes] = self.world.duplicate(None if self.world.mesh is None else axes)
         return self._made[axes]
+
+    def roles(
+        self, module: nn.Module, unmarked: UnmarkedPolicy = "private", *, buffers: bool = False
+    ) -> dict[str, Role]:
+        """What the module's parameters (or buffers) are on the model axes."""
+        return resolve_roles(module, self.model_axes, unmarked, buffers=buffers, unions=self.model_unions)
 
     def members(self, axes: tuple[str, ...]) -> tuple[int, ...]:
         """The ranks of this rank's group over ``axes``."""
@@ -115,7 +123,7 @@ class Inventory:
     """
 
     def __init__(self, module: nn.Module, communicators: Communicators, unmarked: UnmarkedPolicy) -> None:
-        roles = resolve_roles(module, communicators.model_axes, unmarked)
+        roles = communicators.roles(module, unmarked)
         named = [(name, parameter) for name, parameter in module.named_parameters() if name in roles]
         for name, parameter in named:
             if nn.parameter.is_lazy(parameter):

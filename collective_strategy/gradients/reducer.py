@@ -18,6 +18,7 @@ from collective_strategy.gradients.inventory import Communicators, Inventory
 from collective_strategy.gradients.leftovers import reduce_leftovers
 from collective_strategy.gradients.norms import NormOperations
 from collective_strategy.gradients.plan import BucketSizes, Plan
+from collective_strategy.gradients.replicas import broadcast_replicas
 from collective_strategy.sharing.roles import UnmarkedPolicy
 
 
@@ -90,6 +91,7 @@ class GradientReducer(NormOperations):
     Example::
 
         reducer = GradientReducer(model, collective)
+        reducer.broadcast_replicas()
         with reducer.backward():
             loss.backward()
         reducer.clip_grad_norm_(1.0)
@@ -223,6 +225,13 @@ class GradientReducer(NormOperations):
             if not route.is_mean(self._communicators.size(route.axes)):
                 return self._inventory.names[i]
         return ""
+
+    def broadcast_replicas(self) -> None:
+        """Starts replicas equal: parameters and buffers become those of the first rank of the group that shares them.
+
+        That is the data axis, and the axes over which a weight is marked shared. Called by all ranks.
+        """
+        broadcast_replicas(self._module, self._communicators, self._unmarked)
 
     def close(self) -> None:
         """Removes all hooks. Local, idempotent."""

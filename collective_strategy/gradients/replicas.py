@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from collective_strategy.collectives.collective import Collective
 from collective_strategy.gradients.fingerprint import TensorEntry, agree_in_groups
 from collective_strategy.gradients.inventory import Communicators
-from collective_strategy.sharing.roles import UnmarkedPolicy, resolve_roles
+from collective_strategy.sharing.roles import UnmarkedPolicy
 
 _CHUNK_BYTES = 64 * 1024 * 1024
 
@@ -23,10 +23,10 @@ def broadcast_replicas(
     Sharded and private tensors stay what they are on each model rank, and become equal over the data axis.
     """
     tensors = {name: buffer for name, buffer in module.named_buffers()}
-    roles = resolve_roles(module, communicators.model_axes, unmarked, buffers=True)
+    roles = communicators.roles(module, unmarked, buffers=True)
     if not buffers_only:
         tensors = {**dict(module.named_parameters()), **tensors}
-        roles = {**resolve_roles(module, communicators.model_axes, unmarked), **roles}
+        roles = {**communicators.roles(module, unmarked), **roles}
     groups: dict[tuple[str, ...], list[Tensor]] = {}
     for name, tensor in tensors.items():
         groups.setdefault(communicators.replicated(roles[name]), []).append(tensor)
@@ -42,7 +42,7 @@ def agree_on_buffers(module: nn.Module, communicators: Communicators) -> None:
     Raises:
         CollectiveMismatchError: on all ranks, naming the first buffer that differs and the ranks.
     """
-    roles = resolve_roles(module, communicators.model_axes, buffers=True)
+    roles = communicators.roles(module, buffers=True)
     groups: dict[tuple[int, ...], list[TensorEntry]] = {communicators.members(communicators.replicated_data): []}
     for name, buffer in module.named_buffers():
         members = communicators.members(communicators.replicated(roles[name]))

@@ -58,11 +58,12 @@ class Mark:
 
 
 def original_name(name: str) -> str:
-    """``"parametrizations.weight.original0"`` -> ``"weight"``; also of pruned, weight-normed and compiled modules."""
+    """``"parametrizations.weight.original0"`` -> ``"weight"``; also of pruned, normed and compiled modules' tensors."""
     steps = [step for step in name.split(".") if step != "_orig_mod"]
-    if len(steps) >= 3 and steps[-3] == "parametrizations" and steps[-1].startswith("original"):
-        steps = [*steps[:-3], steps[-2]]
-    for suffix in ("_orig", "_g", "_v"):
+    if "parametrizations" in steps[:-2]:
+        place = steps.index("parametrizations")
+        return ".".join([*steps[:place], steps[place + 1]])
+    for suffix in ("_orig", "_mask", "_g", "_v", "_u"):
         if steps[-1].endswith(suffix):
             steps[-1] = steps[-1].removesuffix(suffix)
             break
@@ -92,7 +93,7 @@ def shared(
     Args:
         target: A module; its parameters and those of its submodules are meant.
         names: Patterns of parameter names, relative to the module; all if not given.
-        over: Axis or axes of the mesh. Checked when the plan is made.
+        over: Axis, axes or union of axes of the mesh. Checked when the plan is made.
         grad: ``"sum"``: each rank computes a part of the gradient (it sees another part of the data or of the
             activations). ``"mean"``: each rank computes the whole gradient; averaging keeps them equal against drift.
             ``"none"``: the gradient is whole on each rank already, nothing is sent.

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 from torch import Tensor, nn
 
-from collective_strategy.sharing.marks import ALL_AXES, Mark, marks_of, original_path
+from collective_strategy.sharing.marks import ALL_AXES, ATTRIBUTE, Mark, marks_of, original_path
 
 UnmarkedPolicy = Literal["private", "shared", "error"]
 
@@ -54,7 +55,12 @@ class Role:
 
 
 def resolve_roles(
-    root: nn.Module, axes: Sequence[str], unmarked: UnmarkedPolicy = "private", *, buffers: bool = False
+    root: nn.Module,
+    axes: Sequence[str],
+    unmarked: UnmarkedPolicy = "private",
+    *,
+    buffers: bool = False,
+    unions: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> dict[str, Role]:
     """The role of every parameter (or buffer) by qualified name; a tied one appears once, under its first name.
 
@@ -63,20 +69,21 @@ def resolve_roles(
         axes: The mesh's axes but the data axis.
         unmarked: What a weight without a mark is on those axes.
         buffers: Resolve buffers instead of parameters; marks that match no buffer are right then.
+        unions: Names of several axes together, which marks may use.
 
     Raises:
-        ValueError: a mark names an axis that is not in the mesh or finds no parameter, two marks of one module
-            contradict each other, a tied weight has two roles, or a weight is unmarked under ``unmarked="error"``.
+        ValueError: a mark names an axis that is not in the mesh, or finds no parameter or buffer; two marks of one
+            module contradict each other; a tied weight has two roles; a weight is unmarked under ``unmarked="error"``.
     """
     modules = dict(root.named_modules(remove_duplicate=False))
-    _refuse_unknown_axes(modules, axes)
+    _refuse_unknown_axes(modules, axes, unions)
     found: dict[tuple[str, Mark], bool] = {
         (path, m): False for path, module in modules.items() for m in marks_of(module)
     }
     roles: dict[str, Role] = {}
     first: dict[int, str] = {}
     for name, tensor in _named(root, buffers):
-        decided, where = _decide(modules, name, axes, found)
+        decided, where = _decide(modules, name, axes, unions, found)
         role = Role(name, tuple(decided.items()), where)
         if id(tensor) in first:
             _refuse_two_roles(roles[first[id(tensor)]], role)
@@ -91,13 +98,12 @@ def resolve_roles(
                 )
             role = Role(name, tuple((axis, Mark("shared", (axis,), "sum")) for axis in axes), "unmarked='shared'")
         roles[name] = role
-    lost = [(path, mark) for (path, mark), hit in found.items() if not hit]
+    lost = [(path, mark) for (path, mark), hit in found.items() if not hit and _is_lost(modules[path], mark)]
     if lost and not buffers:
         path, mark = lost[0]
         raise ValueError(
             f"{path or 'the root module'} ({type(modules[path]).__name__}) is marked {mark.describe()} for "
-            f"{list(mark.include)}, "
-            "but no parameter of it matches. It has "
+            f"{list(mark.include)}, but no parameter of it matches. It has "
             f"{[name for name, _ in modules[path].named_parameters()][:8]}. Correct the name, or unmark() the module."
         )
     return roles
@@ -108,7 +114,11 @@ def _named(root: nn.Module, buffers: bool) -> Iterator[tuple[str, Tensor]]:
 
 
 def _decide(
-    modules: Mapping[str, nn.Module], name: str, axes: Sequence[str], found: dict[tuple[str, Mark], bool]
+    modules: Mapping[str, nn.Module],
+    name: str,
+    axes: Sequence[str],
+    unions: Mapping[str, Sequence[str]],
+    found: dict[tuple[str, Mark], bool],
 ) -> tuple[dict[str, Mark], str]:
     """Walks from the root to the owner: an inner mark wins over an outer one, axis by axis."""
     decided: dict[str, Mark] = {}
@@ -122,7 +132,8 @@ def _decide(
             if not mark.matches(relative):
                 continue
             found[path, mark] = True
-            for axis in axes if mark.axes == (ALL_AXES,) else mark.axes:
+            single = [axis for named in mark.axes for axis in unions.get(named, (named,))]
+            for axis in axes if mark.axes == (ALL_AXES,) else single:
                 if axis in here and here[axis] != mark:
                     raise ValueError(
                         f"parameter {name} has two marks on {path or 'the root module'}: {here[axis].describe()} and "
@@ -135,17 +146,26 @@ def _decide(
     return {axis: decided[axis] for axis in axes if axis in decided}, where
 
 
-def _refuse_unknown_axes(modules: Mapping[str, nn.Module], axes: Sequence[str]) -> None:
+def _is_lost(module: nn.Module, mark: Mark) -> bool:
+    """Whether a mark that found no parameter means nothing at all."""
+    if any(mark.matches(name) for name, _ in module.named_buffers()):
+        return False
+    own = mark in module.__dict__.get(ATTRIBUTE, ())
+    return own or any(True for _ in module.parameters())  # a decorated class may have no weights, as options say
+
+
+def _refuse_unknown_axes(
+    modules: Mapping[str, nn.Module], axes: Sequence[str], unions: Mapping[str, Sequence[str]]
+) -> None:
     for path, module in modules.items():
         for mark in marks_of(module):
-            unknown = [axis for axis in mark.axes if axis != ALL_AXES and axis not in axes]
+            unknown = [axis for axis in mark.axes if axis != ALL_AXES and axis not in axes and axis not in unions]
             if unknown:
                 raise ValueError(
-                    f"{path or 'the root module'} ({type(module).__name__}) is marked {mark.describe()}, but the "
-                    f"mesh has no "
-                    f"model axis {unknown[0]!r}: its axes beside the data axis are {list(axes) or 'none'}. Give the "
-                    f"strategy "
-                    f"mesh={{'data': -1, {unknown[0]!r}: 1}} to run on one device."
+                    f"{path or 'the root module'} ({type(module).__name__}) is marked {mark.describe()}, but the mesh "
+                    f"has no model axis {unknown[0]!r}: its axes beside the data axis are {list(axes) or 'none'}. "
+                    f"Correct the name (over the data axis all weights are equal and averaged without a mark), or give "
+                    f"the mesh this axis; size 1 runs the model on one device."
                 )
 
 
