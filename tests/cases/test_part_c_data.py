@@ -5,6 +5,9 @@ from typing import Any
 import pytest
 from launched import Ended, run
 
+# the first test of a module waits for the jobs that all of them look at
+pytestmark = pytest.mark.timeout(300)
+
 NAMES = (
     "log_on_rank_zero_only",
     "logged_means_are_weighted",

@@ -6,6 +6,9 @@ from typing import Any
 import pytest
 from launched import run
 
+# the first test of a module waits for the jobs that all of them look at
+pytestmark = pytest.mark.timeout(300)
+
 TIMEOUT = 4
 
 

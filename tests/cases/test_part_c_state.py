@@ -6,6 +6,9 @@ from typing import Any
 import pytest
 from launched import Ended, run
 
+# the first test of a module waits for the jobs that all of them look at
+pytestmark = pytest.mark.timeout(300)
+
 NAMES = (
     "sync_batchnorm_on_cpu",
     "buffers",

@@ -83,7 +83,7 @@ def run(
     out: Path | None = None,
     launcher: str = "self",
     n: int = 2,
-    timeout: float = 100,
+    timeout: float = 150,
     env: dict[str, str] | None = None,
 ) -> Ended:
     """Runs a script to its end; a job that does not end in time fails the test with its output."""
@@ -95,7 +95,7 @@ def run_commands(
     jobs: list[tuple[list[str], dict[str, str]]],
     *,
     out: Path | None = None,
-    timeout: float = 100,
+    timeout: float = 150,
     env: dict[str, str] | None = None,
 ) -> Ended:
     started = time.monotonic()

@@ -8,6 +8,9 @@ from launching import Ended, run
 
 from collective_strategy.strategies.evaluation import even_steps, repeated_steps, uneven_steps
 
+# the first test of a module waits for the jobs that all of them look at
+pytestmark = pytest.mark.timeout(300)
+
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 10])
@@ -39,7 +42,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Ended]:
     ended = {}
     for n in (1, 2, 4):
         out = tmp_path_factory.mktemp(f"ranks{n}")
-        ended[n] = run("evaluating.py", out=out, env={"RANKS": str(n)}, n=n, timeout=100)
+        ended[n] = run("evaluating.py", out=out, env={"RANKS": str(n)}, n=n)
         assert ended[n].codes == [0], ended[n].output
     return ended
 
@@ -48,7 +51,6 @@ def _seen(values: list[Any]) -> list[float]:
     return sorted(x for value in values for batch in value["batches"] for x in batch)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_101_samples_in_batches_of_10(jobs: dict[int, Ended], n: int) -> None:
     values = jobs[n].values("hundred_and_one")

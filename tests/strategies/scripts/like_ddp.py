@@ -1,8 +1,9 @@
-"""Trains one module under a strategy and writes its weights: ``like_ddp.py OUT STRATEGY``.
+"""Trains the same modules under "ddp" and under "collective" and writes their checkpoints: ``like_ddp.py OUT``.
 
-With the strategy "ddp" it is Lightning's own script; the tests compare the files.
+Only the string differs; the tests compare the files. Each run has its own two forked processes.
 """
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from toys import run_forked
 
 import collective_strategy  # noqa: F401  (the one import)
 
@@ -91,8 +93,8 @@ def trained(strategy: str, model: L.LightningModule, out: Path, epochs: int, ckp
     return t
 
 
-def main() -> None:
-    out, strategy, other = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]) if len(sys.argv) > 3 else None
+def train(strategy: str, out: Path, other: Path | None = None) -> None:
+    """All of it, or with ``other`` the second half of what another strategy began."""
     # 10 batches per rank and epoch in windows of 3: the last one is incomplete; 5 epochs are 20 steps
     options: dict[str, Any] = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.5, "num_sanity_val_steps": 1}
     if other is None:
@@ -110,6 +112,25 @@ def main() -> None:
         L.seed_everything(3)
         t = trained(strategy, Automatic(), out, 5, ckpt=other / "half.ckpt", **options)
         t.save_checkpoint(out / "resumed.ckpt")
+
+
+def main() -> None:
+    out = Path(sys.argv[1])
+    places = {name: out / name for name in ("ddp", "collective")}
+    for place in places.values():
+        place.mkdir()
+    run_forked({name: lambda name=name: train(name, places[name]) for name in places}, out, deadline=120)
+    results = json.loads((out / "rank0.json").read_text())
+    others = {"ddp": places["collective"], "collective": places["ddp"]}
+    run_forked(
+        {f"{name}-resumed": lambda name=name: train(name, places[name], others[name]) for name in places},
+        out,
+        deadline=120,
+    )
+    results |= json.loads((out / "rank0.json").read_text())
+    for name, result in results.items():
+        if result["codes"] != [0, 0]:
+            sys.exit(f"{name}: {result['codes']}\n{result['log']}")
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ def plain(value: Any) -> Any:
     return value
 
 
-def run_forked(jobs: dict[str, Callable[[], None]], out: Path, deadline: float, at_once: int = 3) -> None:
+def run_forked(jobs: dict[str, Callable[[], None]], out: Path, deadline: float, at_once: int = 4) -> None:
     """Each job on two ranks that are forked from this process, which has imported everything already.
 
     A few at a time, because most of their time is waiting. Writes codes, seconds and the common output of each.
@@ -90,6 +90,8 @@ def _fork(job: Callable[[], None], path: Path) -> list[int]:
         pid = os.fork()
         if pid == 0:
             os.environ |= {"RANK": str(r), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            # Lightning's own strategies need it
+            os.environ["LOCAL_RANK"] = str(r)
             log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(log, 1)
             os.dup2(log, 2)
