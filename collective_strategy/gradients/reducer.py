@@ -219,12 +219,15 @@ class GradientReducer(NormOperations):
     def _inseparable(self, guard: StepGuard) -> str:
         """A parameter whose gradient a backward behind our back went on top of, where averaging again is no cure."""
         for i in sorted(guard.dirty):
-            route, gradient = self._inventory.routes[i], self._inventory.parameters[i].grad
-            if gradient is None or gradient not in self._parts or route is None:
-                continue
-            if not route.is_mean(self._communicators.size(route.axes)):
+            gradient = self._inventory.parameters[i].grad
+            if gradient is not None and gradient in self._parts and not self._averages(i):
                 return self._inventory.names[i]
         return ""
+
+    def _averages(self, index: int) -> bool:
+        """Whether a gradient is averaged over all ranks of its group, so that averaging it again changes nothing."""
+        route = self._inventory.routes[index]
+        return route is None or route.is_mean(self._communicators.size(route.axes))
 
     def broadcast_replicas(self) -> None:
         """Starts replicas equal: parameters and buffers become those of the first rank of the group that shares them.
@@ -310,12 +313,16 @@ class GradientReducer(NormOperations):
             if parts.reduced is None:
                 aside[i] = gradient
                 parameter.grad = None
-            elif parts.local is not None:
-                # an in-place change since then (unscaling, zeroing) is taken to be equal on all ranks; without one,
-                # a difference would be rounded differently on each rank
-                unchanged = gradient._version == parts.version
-                aside[i] = parts.reduced if unchanged else gradient - parts.local
+            elif gradient._version == parts.version:
+                aside[i] = parts.reduced  # not gradient - local, which each rank would round differently
                 parameter.grad = parts.local
+            elif not self._averages(i) and bool(gradient.any()):
+                raise CollectiveError(
+                    f"The gradient of {self._inventory.names[i]} was changed in place (clipped, unscaled) while a part "
+                    "of it was only local, and what is local cannot be told from the sum over a model axis any more. "
+                    "Reduce before changing gradients: reducer.reduce_gradients()."
+                )
+            # else all of it counts as fresh: averaging the reduced part once more changes nothing
         return aside
 
     # -- after backward ----------------------------------------------------------------------------------------------
