@@ -9,6 +9,7 @@ from collective_strategy.collectives.errors import (
     CollectiveStateError,
     CollectiveTimeoutError,
     EnvironmentConfigError,
+    RankLeftError,
     RendezvousError,
 )
 from collective_strategy.collectives.functions import (
@@ -48,6 +49,7 @@ __all__ = [
     "Operation",
     "Pair",
     "Partition",
+    "RankLeftError",
     "ReduceOp",
     "RendezvousError",
     "SideChannel",

@@ -25,6 +25,7 @@ from collective_strategy.collectives.errors import (
     CollectiveMismatchError,
     CollectiveStateError,
     CollectiveTimeoutError,
+    RankLeftError,
 )
 from collective_strategy.collectives.handles import Handle
 from collective_strategy.collectives.layout import NO_DEFAULT, MeshLayout, Partition
@@ -105,6 +106,7 @@ class CollectiveBase(ABC):
         self._outside: str | None = None
         self._differentiated = False  # a collective with a backward was called; the gradient engine asks
         self._subgroups: dict[Any, Any] = {}
+        self._parts: list[CollectiveBase] = []
         self._default_to: str | None = "replicate"
         self._calls = 0
         self._current = ""
@@ -166,15 +168,22 @@ class CollectiveBase(ABC):
         if opened:
             self._close()
         self._monitor = self._channel = self._checker = None
-        self._subgroups = {}
+        self._subgroups, self._parts = {}, []
 
     def abort(self, reason: str) -> None:
-        """Marks the collective and its parts unusable on this rank. Local; for error paths.
+        """Marks the collective and its parts unusable on this rank, for error paths. Waits for nobody.
+
+        In check mode, ranks that wait for this one in a call, or come to it, get an error with the reason at once.
 
         Args:
             reason: Shown by every later call.
         """
-        self._root.broken = self._root.broken or reason
+        root = self._root
+        if root.broken is None:
+            root.broken = reason
+            for part in (root, *root._parts):
+                if part._checker is not None:
+                    part._checker.leave(part._calls + 1, reason)
 
     def __enter__(self) -> Self:
         return self
@@ -329,6 +338,7 @@ class CollectiveBase(ABC):
             if self._channel is not None:
                 sub._channel = self._root._channel and self._root._channel.scoped(sub._scope)
             sub._start_watching(self._checker is not None)
+            self._root._parts.append(sub)
         return sub
 
     def _outsider(self, reason: str) -> Self:
@@ -410,6 +420,9 @@ class CollectiveBase(ABC):
             watch.call = (self._calls, text, began)
         try:
             return act()
+        except RankLeftError as error:
+            self._root.broken = str(error)
+            raise
         except (CollectiveError, NotImplementedError):
             raise
         except Exception as error:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Literal
 
-from collective_strategy.collectives.errors import CollectiveMismatchError
+from collective_strategy.collectives.errors import CollectiveMismatchError, RankLeftError
 from collective_strategy.collectives.side_channel import SideChannel
 
 CheckMode = bool | Literal["auto"]
@@ -72,6 +72,7 @@ class Checker:
             RuntimeError: from the store, when somebody is missing.
         """
         lines = self._exchange(number, {"call": call, "details": details})
+        _raise_if_left(call, number, lines)
         problem = _difference(number, call, lines)
         if problem is None and verify is not None:
             wrong = verify([line["details"] for line in lines])
@@ -82,12 +83,15 @@ class Checker:
 
     def refuse(self, number: int, operation: str, refusal: Exception) -> None:
         """Tells the other ranks that this one refuses its arguments, and waits until they heard it."""
-        self._exchange(number, {"operation": operation, "refused": f"{type(refusal).__name__}: {refusal}"})
+        lines = self._exchange(number, {"operation": operation, "refused": f"{type(refusal).__name__}: {refusal}"})
+        if any("left" in line for line in lines):
+            return
         self._until_all_know(number)
 
-    def present(self, number: int) -> list[int]:
-        """The ranks that have made call ``number``."""
-        return [rank for rank in range(self._world_size) if self._channel.has(f"{number}/{rank}")]
+    def leave(self, number: int, reason: str) -> None:
+        """Tells the other ranks that this one will not make call ``number`` nor a later one. Waits for nobody."""
+        with contextlib.suppress(RuntimeError):  # the store may be gone already
+            self._channel.set(f"{number}/{self._rank}", json.dumps({"left": reason}))
 
     def _until_all_know(self, number: int) -> None:
         """Waits until all ranks have read the lines: this rank's error may end its process, and with it the store."""
@@ -106,6 +110,15 @@ class Checker:
             self._channel.delete(key)
         self._read_by_all = [own]
         return [json.loads(value) for value in values]
+
+
+def _raise_if_left(call: str, number: int, lines: Sequence[dict[str, str]]) -> None:
+    left = [f"rank {rank} has left ({line['left']})" for rank, line in enumerate(lines) if "left" in line]
+    if left:
+        raise RankLeftError(
+            f"{call} (call {number}) cannot be made: {'; '.join(left)}. Nothing was sent. The error of that rank is the "
+            "cause; the collective is broken from now on."
+        )
 
 
 def _difference(number: int, call: str, lines: Sequence[dict[str, str]]) -> str | None:

@@ -26,6 +26,10 @@ class CollectiveTimeoutError(CollectiveError, TimeoutError):
     """Somebody did not take part within the time-out. The collective is broken from then on."""
 
 
+class RankLeftError(CollectiveError):
+    """A rank that this one waits for has left after an error of its own. The collective is broken from then on."""
+
+
 class RendezvousError(CollectiveError):
     """The processes did not find each other: one is missing or doubled, or the port is taken."""
 

@@ -1,0 +1,41 @@
+"""A rank that stops after an error of its own tells the others, in check mode at once."""
+
+import time
+
+import pytest
+import torch
+
+from collective_strategy.collectives import Collective, CollectiveStateError, RankLeftError
+from collective_strategy.testing import run_ranks
+
+
+def _timed(collective: Collective, call) -> tuple[str, float]:
+    began = time.monotonic()
+    with pytest.raises(RankLeftError) as raised:
+        call()
+    assert collective.broken or collective._root.broken
+    with pytest.raises(CollectiveStateError):
+        collective.barrier()
+    return str(raised.value), time.monotonic() - began
+
+
+@pytest.mark.parametrize("waits_first", [True, False])
+@pytest.mark.parametrize("part", ["world", "model", "duplicate"])
+def test_ranks_that_wait_for_one_that_left_hear_why(part: str, waits_first: bool):
+    def run(collective: Collective) -> tuple[str, float] | None:
+        used = {"world": lambda: collective, "model": lambda: collective["model"], "duplicate": collective.duplicate}
+        group = used[part]()
+        group.all_reduce(torch.ones(1))
+        if collective.rank == 1:
+            time.sleep(0.5 if waits_first else 0)
+            collective.abort("rank 1 raised ValueError: no such file")
+            return None
+        time.sleep(0 if waits_first else 0.5)
+        return _timed(group, lambda: group.all_reduce(torch.ones(1)))
+
+    outcomes = run_ranks(2, run, mesh={"data": 1, "model": 2}, timeout=30, check=True, fresh=True)
+    text, seconds = outcomes[0].result()
+    assert "no such file" in text
+    assert "rank 1" in text
+    assert seconds < 10
+    assert outcomes[1].result() is None
