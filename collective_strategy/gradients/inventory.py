@@ -19,15 +19,13 @@ from collective_strategy.sharing.roles import Role, UnmarkedPolicy, resolve_role
 class Route:
     """Where a gradient is reduced: over the data axis and the axes it is shared over, in one all-reduce.
 
-    ``axes`` in mesh order; ``scale`` multiplies the sum: one over the ranks that are averaged.
+    ``axes`` in mesh order; ``scale`` multiplies the sum: one over the ranks that are averaged. ``averages``: all ranks
+    of the group are, so that reducing a second time changes nothing.
     """
 
     axes: tuple[str, ...]
     scale: float
-
-    def is_mean(self, size: int) -> bool:
-        """Whether all ``size`` ranks of the group are averaged, none summed; then reducing twice changes nothing."""
-        return round(1.0 / self.scale) == size
+    averages: bool
 
 
 class Communicators:
@@ -110,7 +108,8 @@ class Communicators:
         """The way of a gradient with this role; None where nothing is sent."""
         axes = self._wide({*self.data_axes, *role.reduced_over})
         averaged = {*self.data_axes, *role.averaged_over}
-        return Route(axes, 1.0 / self.size([axis for axis in self.sizes if axis in averaged])) if axes else None
+        scale = 1.0 / self.size([axis for axis in self.sizes if axis in averaged])
+        return Route(axes, scale, averaged.issuperset(axes)) if axes else None
 
 
 class Inventory:
@@ -152,8 +151,13 @@ class Inventory:
         answer: bool = torch._C._will_engine_execute_node(self._accumulators[index])
         return answer
 
+    def averages(self, index: int) -> bool:
+        """Whether reducing a gradient again changes nothing."""
+        route = self.routes[index]
+        return route is None or route.averages
+
     def is_stale(self, module: nn.Module) -> bool:
-        """Whether a parameter was added, removed, replaced or changed its dtype since."""
+        """Whether a parameter was added, removed, replaced, reshaped, converted or moved since."""
         return _signature(list(module.parameters())) != self.signature
 
     def mask(self) -> tuple[bool, ...]:
@@ -204,5 +208,5 @@ class Inventory:
         return agree_in_groups(communicators.world, by_members, layout)
 
 
-def _signature(parameters: Sequence[nn.Parameter]) -> list[tuple[int, torch.Size, torch.dtype]]:
-    return [(id(parameter), parameter.shape, parameter.dtype) for parameter in parameters]
+def _signature(parameters: Sequence[nn.Parameter]) -> list[tuple[int, torch.Size, torch.dtype, torch.device]]:
+    return [(id(parameter), parameter.shape, parameter.dtype, parameter.device) for parameter in parameters]

@@ -4,54 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from collective_strategy.collectives.collective import Collective
 from collective_strategy.collectives.errors import CollectiveError
 from collective_strategy.gradients.backward_run import CHANGED, DIRTY, LEFTOVER, BackwardRun, Choice, Flags
 from collective_strategy.gradients.guard import StepGuard
+from collective_strategy.gradients.increments import Increments, added
 from collective_strategy.gradients.inventory import Communicators, Inventory
 from collective_strategy.gradients.leftovers import reduce_leftovers
 from collective_strategy.gradients.norms import NormOperations
 from collective_strategy.gradients.plan import BucketSizes, Plan
 from collective_strategy.gradients.replicas import broadcast_replicas
+from collective_strategy.gradients.statistics import ReducerStatistics
 from collective_strategy.sharing.roles import UnmarkedPolicy
-
-
-@dataclass
-class _Parts:
-    """What a ``.grad`` consists of: ``reduced`` is equal on all ranks, ``local`` is this rank's own.
-
-    ``reduced=None`` says that all of it is reduced. ``version`` tells whether the sum was changed in place since.
-    """
-
-    reduced: Tensor | None = None
-    local: Tensor | None = None
-    version: int = 0
-
-
-@dataclass
-class ReducerStatistics:
-    """What the reducer did, for tests, benchmarks and curious users.
-
-    Attributes:
-        reductions: Backward passes whose gradients were reduced.
-        all_reduces: All-reduces sent by backwards, flag buffers included. Once the ranks had to agree anew (layers
-            frozen, unfrozen or replaced), each backward has one more: a comparison of the plans that they chose.
-        agreements: Comparisons of the parameters over all ranks, the one at construction included.
-        launched_by: For the last backward: how many gradient hooks had fired when each bucket was launched.
-        hooks: For the last backward: how many gradient hooks fired in all.
-    """
-
-    reductions: int = 0
-    all_reduces: int = 0
-    agreements: int = 0
-    launched_by: list[int] = field(default_factory=list)
-    hooks: int = 0
 
 
 class GradientReducer(NormOperations):
@@ -117,7 +85,7 @@ class GradientReducer(NormOperations):
         self._sizes = sizes or BucketSizes()
         self._reduce_dtype = reduce_dtype
         self._static_graph = static_graph
-        self._parts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._increments = Increments()
         self._deferred: set[int] = set()
         self._awaited: set[int] = set()
         self._sparse: set[int] = set()
@@ -150,7 +118,7 @@ class GradientReducer(NormOperations):
         if self._broken:
             raise CollectiveError(self._broken)
         sync = sync and not self._blocked
-        aside = self._set_aside(guard)
+        aside = self._increments.set_aside(self._inventory, guard)
         guard.hook_parameters()
         changed = sync and self._choose_plan()
         if sync:
@@ -166,19 +134,18 @@ class GradientReducer(NormOperations):
         except BaseException as error:
             if self._run is not None and self._run.started:
                 self._broken = (
-                    f"a backward pass raised {type(error).__name__} after some of its gradients were sent, so the "
-                    f"ranks' gradients "
-                    "do not belong together any more. Make a new GradientReducer on all ranks, or end the run."
+                    f"a backward pass raised {type(error).__name__} after some of its gradients were sent, so the ranks' "
+                    "gradients do not belong together any more. Make a new GradientReducer on all ranks, or end the run."
                 )
             guard.armed, self._run = False, None
-            self._keep_local(guard, aside)
+            self._increments.keep_local(self._inventory, guard, aside)
             raise
         guard.armed = False
         run, self._run = self._run, None
         if run is not None:
             self._flush(guard, run, aside, changed)
         else:
-            self._keep_local(guard, aside)
+            self._increments.keep_local(self._inventory, guard, aside)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -197,13 +164,13 @@ class GradientReducer(NormOperations):
         guard = self._guard
         if guard is None:
             return
-        inseparable = self._inseparable(guard)
-        aside = self._set_aside(guard)
-        header = [self._inventory.mask() not in self._plans or self._inventory.is_stale(self._module)]
-        header += [bool(inseparable), True]
+        inseparable = self._increments.inseparable(self._inventory, guard)
+        aside = self._increments.set_aside(self._inventory, guard)
+        changed = self._inventory.mask() not in self._plans or self._inventory.is_stale(self._module)
+        header = [changed, bool(inseparable), True]
         counts, _ = Flags(self._inventory, self._communicators, set(), header).wait()
         if counts[DIRTY]:
-            self._show(aside)
+            self._increments.show(self._inventory, aside)
             raise CollectiveError(
                 f"A backward pass outside the reducer added to gradients that were reduced before"
                 f"{' (' + inseparable + ')' if inseparable else ' on another rank'}. What is added to a weight that is "
@@ -215,19 +182,6 @@ class GradientReducer(NormOperations):
             aside = self._take_inventory(aside)
         self._reduce_rest(guard, aside)
         self.statistics.reductions += 1
-
-    def _inseparable(self, guard: StepGuard) -> str:
-        """A parameter whose gradient a backward behind our back went on top of, where averaging again is no cure."""
-        for i in sorted(guard.dirty):
-            gradient = self._inventory.parameters[i].grad
-            if gradient is not None and gradient in self._parts and not self._averages(i):
-                return self._inventory.names[i]
-        return ""
-
-    def _averages(self, index: int) -> bool:
-        """Whether a gradient is averaged over all ranks of its group, so that averaging it again changes nothing."""
-        route = self._inventory.routes[index]
-        return route is None or route.is_mean(self._communicators.size(route.axes))
 
     def broadcast_replicas(self) -> None:
         """Starts replicas equal: parameters and buffers become those of the first rank of the group that shares them.
@@ -291,58 +245,11 @@ class GradientReducer(NormOperations):
             asynchronous and differentiated and not self._static_graph
         )
 
-    # -- before and during backward ----------------------------------------------------------------------------------
-
     def _accumulated(self, index: int) -> None:
         if self._run is not None:
             self._run.accumulated(index)
 
-    def _set_aside(self, guard: StepGuard) -> dict[int, Tensor]:
-        """Takes the reduced part out of every ``.grad`` and leaves the local part there."""
-        aside: dict[int, Tensor] = {}
-        for i in self._inventory.routed:
-            parameter = self._inventory.parameters[i]
-            gradient = parameter.grad
-            if gradient is None:
-                guard.forget(i)
-                continue
-            parts: _Parts | None = self._parts.pop(gradient, None)
-            if parts is None or i in guard.dirty:
-                # A backward behind our back may have gone on top; what is not known to be reduced counts as fresh.
-                continue
-            if parts.reduced is None:
-                aside[i] = gradient
-                parameter.grad = None
-            elif gradient._version == parts.version:
-                aside[i] = parts.reduced  # not gradient - local, which each rank would round differently
-                parameter.grad = parts.local
-            elif not self._averages(i) and bool(gradient.any()):
-                raise CollectiveError(
-                    f"The gradient of {self._inventory.names[i]} was changed in place (clipped, unscaled) while a part "
-                    "of it was only local, and what is local cannot be told from the sum over a model axis any more. "
-                    "Reduce before changing gradients: reducer.reduce_gradients()."
-                )
-            # else all of it counts as fresh: averaging the reduced part once more changes nothing
-        return aside
-
     # -- after backward ----------------------------------------------------------------------------------------------
-
-    def _keep_local(self, guard: StepGuard, aside: dict[int, Tensor]) -> None:
-        """Shows the sum to the user, and remembers which part of it is still local."""
-        for i in self._inventory.routed:
-            parameter = self._inventory.parameters[i]
-            local = parameter.grad
-            if local is not None:
-                guard.pending.add(i)
-            if i not in aside:
-                continue
-            if local is None:
-                parameter.grad = aside[i]
-                self._parts[parameter.grad] = _Parts()
-            else:
-                both = aside[i] + local
-                parameter.grad = both
-                self._parts[both] = _Parts(reduced=aside[i], local=local, version=both._version)
 
     @torch.no_grad()
     def _flush(self, guard: StepGuard, run: BackwardRun, aside: dict[int, Tensor], changed: bool) -> None:
@@ -357,21 +264,21 @@ class GradientReducer(NormOperations):
         for bucket, gradients in reduced:
             for i, gradient in zip(bucket.members, gradients, strict=True):
                 if i in used:
-                    aside[i] = self._added(aside.get(i), gradient)
+                    aside[i] = added(aside.get(i), gradient)
         self._deferred |= run.late
         self._awaited |= run.unannounced
         self.statistics.reductions += 1
         self.statistics.all_reduces += len(reduced) + len(flags._buffers)
         self.statistics.launched_by, self.statistics.hooks = run.launched_by, run.hooks
         if counts[DIRTY]:
-            self._show(aside)
+            self._increments.show(self._inventory, aside)
             raise CollectiveError(guard.dirty_message(int(counts[DIRTY])))
         if counts[CHANGED]:
             aside = self._take_inventory(aside)
         if run.divided or counts[CHANGED] or counts[LEFTOVER]:
             self._reduce_rest(guard, aside)
         else:
-            self._show(aside)
+            self._increments.show(self._inventory, aside)
             guard.clear()
 
     def _header(self, guard: StepGuard, leftover: bool, changed: bool) -> list[bool]:
@@ -383,7 +290,7 @@ class GradientReducer(NormOperations):
 
         def write(i: int, gradient: Tensor) -> None:
             self._inventory.parameters[i].grad = None
-            aside[i] = self._added(aside.get(i), gradient)
+            aside[i] = added(aside.get(i), gradient)
 
         sparse = reduce_leftovers(self._inventory, self._communicators, write)
         if not sparse <= self._sparse:
@@ -391,19 +298,5 @@ class GradientReducer(NormOperations):
             number, self._plans = self._plan.number, {}
             self._plan = self._plans.setdefault(self._inventory.mask(), self._make_plan())
             self._plan.number = number
-        self._show(aside)
+        self._increments.show(self._inventory, aside)
         guard.clear()
-
-    def _show(self, reduced: dict[int, Tensor]) -> None:
-        for i, gradient in reduced.items():
-            parameter = self._inventory.parameters[i]
-            parameter.grad = gradient
-            self._parts[gradient] = _Parts()
-
-    @staticmethod
-    def _added(before: Tensor | None, gradient: Tensor) -> Tensor:
-        if before is None:
-            return gradient
-        if before.is_sparse or gradient.is_sparse:
-            return before + gradient
-        return before.add_(gradient)
