@@ -1,0 +1,104 @@
+"""Which part of every ``.grad`` is reduced already, so that each increment is reduced exactly once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from collective_strategy.collectives.errors import CollectiveError
+from collective_strategy.gradients.guard import StepGuard
+from collective_strategy.gradients.inventory import Inventory
+
+
+@dataclass
+class _Parts:
+    """What a ``.grad`` consists of: ``reduced`` is equal on all ranks, ``local`` is this rank's own.
+
+    ``reduced=None`` says that all of it is reduced. ``version`` tells whether the sum was changed in place since.
+    """
+
+    reduced: Tensor | None = None
+    local: Tensor | None = None
+    version: int = 0
+
+
+class Increments:
+    """Takes the reduced part out of the gradients before a backward, and puts it back after. Local.
+
+    Remembered by the tensor in ``.grad``, not by the parameter: a gradient that was dropped, replaced or made by the
+    user is a fresh one.
+    """
+
+    def __init__(self) -> None:
+        self._parts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+    def inseparable(self, inventory: Inventory, guard: StepGuard) -> str:
+        """A parameter whose reduced gradient a backward behind our back went on top of, if averaging is no cure."""
+        for i in sorted(guard.dirty):
+            gradient = inventory.parameters[i].grad
+            if gradient is not None and gradient in self._parts and not inventory.averages(i):
+                return inventory.names[i]
+        return ""
+
+    def set_aside(self, inventory: Inventory, guard: StepGuard) -> dict[int, Tensor]:
+        """Takes the reduced part out of every ``.grad``, by index, and leaves the local part there."""
+        aside: dict[int, Tensor] = {}
+        for i in inventory.routed:
+            parameter = inventory.parameters[i]
+            gradient = parameter.grad
+            if gradient is None:
+                guard.forget(i)
+                continue
+            parts: _Parts | None = self._parts.pop(gradient, None)
+            if parts is None or i in guard.dirty:
+                # A backward behind our back may have gone on top; what is not known to be reduced counts as fresh.
+                continue
+            if parts.reduced is None:
+                aside[i] = gradient
+                parameter.grad = None
+            elif gradient._version == parts.version:
+                aside[i] = parts.reduced  # not gradient - local, which each rank would round differently
+                parameter.grad = parts.local
+            elif not inventory.averages(i) and bool(gradient.any()):
+                raise CollectiveError(
+                    f"The gradient of {inventory.names[i]} was changed in place (clipped, unscaled) while a part of it "
+                    "was only local, and what is local cannot be told from the sum over a model axis any more. Reduce "
+                    "before changing gradients: reducer.reduce_gradients()."
+                )
+            # else all of it counts as fresh: averaging the reduced part once more changes nothing
+        return aside
+
+    def keep_local(self, inventory: Inventory, guard: StepGuard, aside: Mapping[int, Tensor]) -> None:
+        """Shows the sum to the user, and remembers which part of it is still local."""
+        for i in inventory.routed:
+            parameter = inventory.parameters[i]
+            local = parameter.grad
+            if local is not None:
+                guard.pending.add(i)
+            if i not in aside:
+                continue
+            if local is None:
+                parameter.grad = aside[i]
+                self._parts[aside[i]] = _Parts()
+            else:
+                both = aside[i] + local
+                parameter.grad = both
+                self._parts[both] = _Parts(reduced=aside[i], local=local, version=both._version)
+
+    def show(self, inventory: Inventory, reduced: Mapping[int, Tensor]) -> None:
+        """Puts gradients that are reduced as a whole where the user finds them."""
+        for i, gradient in reduced.items():
+            inventory.parameters[i].grad = gradient
+            self._parts[gradient] = _Parts()
+
+
+def added(before: Tensor | None, gradient: Tensor) -> Tensor:
+    """A reduced gradient on top of what was reduced before, in place where that is possible."""
+    if before is None:
+        return gradient
+    if before.is_sparse or gradient.is_sparse:
+        return before + gradient
+    return before.add_(gradient)
