@@ -134,8 +134,9 @@ class GradientReducer(NormOperations):
         except BaseException as error:
             if self._run is not None and self._run.started:
                 self._broken = (
-                    f"a backward pass raised {type(error).__name__} after some of its gradients were sent, so the ranks' "
-                    "gradients do not belong together any more. Make a new GradientReducer on all ranks, or end the run."
+                    f"a backward pass raised {type(error).__name__} after some of its gradients were sent, so the "
+                    "ranks' gradients do not belong together any more. Make a new GradientReducer on all ranks, or end "
+                    "the run."
                 )
             guard.armed, self._run = False, None
             self._increments.keep_local(self._inventory, guard, aside)
@@ -194,8 +195,6 @@ class GradientReducer(NormOperations):
         """Removes all hooks. Local, idempotent."""
         if self._guard is not None:
             self._guard.close()
-
-    # -- parameters and plans ----------------------------------------------------------------------------------------
 
     def _take_inventory(self, aside: dict[int, Tensor] | None = None) -> dict[int, Tensor]:
         """Looks at the module anew; all ranks do. Returns ``aside`` by the new indices."""

@@ -1,11 +1,10 @@
 """What a gradient is after unusual backwards, on two ranks whose factors are 1 and 3, so that a mean is 2."""
 
-import copy
 import warnings
 
 import pytest
 import torch
-from engine_ranks import common, filled, per_rank, weights
+from engine_ranks import common, filled, weights
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -173,51 +172,6 @@ def test_local_increments_leave_the_reduced_part_equal_bit_by_bit():
     common(2, gradients)
 
 
-def test_every_dtype_in_one_model():
-    def gradients(collective):
-        kinds = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128)
-        module = nn.ParameterList([nn.Parameter(torch.zeros(2, dtype=kind)) for kind in kinds])
-        reducer = GradientReducer(module, collective)
-        with reducer.backward():
-            for w in module:
-                term = (w * factor(collective) * (1 + 2j)).real if w.is_complex() else w * factor(collective)
-                term.sum().float().backward()
-        same = [w.grad.dtype == w.dtype for w in module]
-        return same, [w.grad.tolist() for w in module]
-
-    assert common(2, gradients) == ([True] * 6, [[2.0, 2.0]] * 4 + [[2 - 4j, 2 - 4j]] * 2)
-
-
-def test_narrow_gradients_can_travel_wide():
-    """Rank r has 512 at place r and 1 elsewhere: the mean 128.75 rounds to 129; bfloat16 cannot add 0.25 to 128."""
-
-    def gradients(collective):
-        w = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
-        reducer = GradientReducer(nn.ParameterList([w]), collective, reduce_dtype=torch.float32)
-        values = torch.ones(4, dtype=torch.bfloat16)
-        values[collective.rank] = 512
-        with reducer.backward():
-            (w * values).sum().backward()
-        return str(w.grad.dtype), w.grad.tolist()
-
-    assert common(4, gradients) == ("torch.bfloat16", [129.0] * 4)
-
-
-def test_sparse_gradients_stay_sparse_beside_dense_ones():
-    """Rank r uses rows r and 2."""
-
-    def gradients(collective):
-        table, layer = module = filled(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1, bias=False))
-        reducer = GradientReducer(module, collective)
-        for _ in range(3):
-            module.zero_grad()
-            with reducer.backward():
-                layer(table(torch.tensor([collective.rank, 2]))).sum().backward()
-        return table.weight.grad.is_sparse, table.weight.grad.to_dense().tolist(), layer.weight.grad.tolist()
-
-    assert common(2, gradients) == (True, [[0.5, 0.5], [0.5, 0.5], [1.0, 1.0], [0.0, 0.0]], [[2.0, 2.0]])
-
-
 def test_lbfgs_calls_its_closure_as_often_as_it_likes():
     """One least-squares problem over the samples of both ranks."""
     x = torch.randn(2, 8, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -273,38 +227,3 @@ def test_a_loss_that_is_not_finite_or_missing_on_one_rank():
         return finite, w.grad.item()
 
     assert common(2, gradients) == (False, 1.5)
-
-
-def test_a_compiled_module():
-    """Its hooks come after the one backward of the compiled graph, in an order of their own."""
-    x = torch.randn(2, 4, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-
-    def gradients(collective):
-        torch.manual_seed(0)
-        module = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2)).double()
-        twin = copy.deepcopy(module)
-        compiled = torch.compile(module, backend="aot_eager")
-        reducer = GradientReducer(compiled, collective)
-        for _ in range(2):
-            compiled.zero_grad()
-            with reducer.backward():
-                compiled(x[collective.rank]).square().sum().backward()
-        (twin(x).square().sum() / 2).backward()
-        pairs = zip(module.parameters(), twin.parameters(), strict=True)
-        return max((a.grad - b.grad).abs().max().item() for a, b in pairs)
-
-    assert max(per_rank(2, gradients, fresh=True)) < 1e-12  # compiling starts threads
-
-
-def test_a_gradient_keeps_the_memory_format_of_its_weight():
-    def gradients(collective):
-        (layer,) = module = filled(nn.Conv2d(3, 4, 3))
-        module.to(memory_format=torch.channels_last)
-        reducer = GradientReducer(module, collective)
-        with reducer.backward():
-            image = torch.ones(1, 3, 3, 3).to(memory_format=torch.channels_last)
-            (layer(image) * factor(collective)).sum().backward()
-        gradient = layer.weight.grad
-        return gradient.is_contiguous(memory_format=torch.channels_last), bool((gradient == 2).all())
-
-    assert common(2, gradients) == (True, True)
