@@ -265,15 +265,15 @@ class CollectiveStrategyBehaviour(ConstructionBehaviour):
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def on_exception(self, exception: BaseException) -> None:
-        """Leaves the collective; the other ranks notice when this process lets go of its connections."""
+        """Leaves the collective; the other ranks are told, or notice when this process lets go of its connections."""
         if self._stopped is not None and self._stopped.startswith("rank"):
             return
         reason = f"rank {self.global_rank} raised {type(exception).__name__}: {exception}"
+        if self.world_size > 1:
+            # before the others hear of it and fail in turn, so that the cause is the first thing to read
+            print(f"collective_strategy: {reason}", file=sys.stderr, flush=True)
         self.stop_communicating(reason)
         self._stopped = reason
-        if self.world_size > 1:
-            # before the others fail in turn, so that the cause is the first thing to read
-            print(f"collective_strategy: {reason}", file=sys.stderr, flush=True)
         launcher: Any = self._launcher
         if hasattr(launcher, "failed"):
             launcher.failed = True
