@@ -52,13 +52,15 @@ class NormOperations:
         norm_type = float(norm_type)
         infinite = math.isinf(norm_type)
         terms: dict[tuple[str, ...], list[Tensor]] = {axes: [] for axes in [(), *self._norm_axes]}
-        chosen = [parameter for parameter in self._chosen(parameters) if parameter.grad is not None]
+        chosen = [p for p in self._chosen(parameters) if p.grad is not None and p.grad.numel()]
         gradients = [parameter.grad for parameter in chosen if parameter.grad is not None]
         if not self._norm_axes and all(not g.is_sparse and g.dtype.itemsize >= 4 for g in gradients):
             return torch.nn.utils.get_total_norm(gradients, norm_type)
         for parameter, gradient in zip(chosen, gradients, strict=True):
             i = self._norm_inventory.index.get(id(parameter))
             values = gradient.coalesce().values() if gradient.is_sparse else gradient
+            if not values.numel():
+                continue
             dtype = torch.float32 if values.dtype.itemsize < 4 else None
             norm = torch.linalg.vector_norm(values, norm_type, dtype=dtype).to(torch.float64)
             axes = self._varying[i] if i is not None and self._norm_axes else ()

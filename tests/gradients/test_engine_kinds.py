@@ -1,12 +1,14 @@
 """Gradients of every dtype and layout, and of compiled modules; two ranks with factors 1 and 3, so that a mean is 2."""
 
 import copy
+import dataclasses
 
 import torch
 from engine_ranks import common, filled, per_rank
 from torch import nn
 
 from collective_strategy import GradientReducer
+from collective_strategy.collectives import TorchDistributedCollective
 from collective_strategy.gradients import BucketSizes
 
 
@@ -115,3 +117,44 @@ def test_a_gradient_keeps_the_memory_format_of_its_weight():
         return gradient.is_contiguous(memory_format=torch.channels_last), bool((gradient == 2).all())
 
     assert common(2, gradients) == (True, True)
+
+
+def test_weights_without_elements_and_with_odd_strides():
+    """A transposed weight, every second column of a table, and one of no elements at all; alone and packed."""
+
+    def gradients(collective):
+        turned, cut = nn.Parameter(torch.zeros(3, 2).t()), nn.Parameter(torch.zeros(4, 6)[:, ::2])
+        module = nn.ParameterList([turned, cut, nn.Parameter(torch.zeros(0))])
+        a, b = torch.arange(6.0).view(2, 3), torch.arange(12.0).view(4, 3)
+        right = []
+        for large in (1, 1 << 20):
+            module.zero_grad()
+            reducer = GradientReducer(module, collective, sizes=BucketSizes(large=large))
+            for _ in range(2):
+                with reducer.backward():
+                    (sum(x.sum() for x in (turned * a, cut * b, module[2])) * factor(collective)).backward()
+            right += [torch.equal(turned.grad, 4 * a), torch.equal(cut.grad, 4 * b), module[2].grad.shape == (0,)]
+            right.append(reducer.grad_norm(norm_type=float("inf")).item() == 44)
+            reducer.close()
+        return right
+
+    assert common(2, gradients) == [True] * 8
+
+
+class Blocking(TorchDistributedCollective):
+    """A backend whose operations are done when they return."""
+
+    @property
+    def capabilities(self):
+        return dataclasses.replace(super().capabilities, asynchronous=False)
+
+
+def test_a_backend_that_is_not_asynchronous_sends_at_the_end():
+    def gradients(collective):
+        module = filled(nn.Linear(2, 2), nn.Linear(2, 2))
+        reducer = GradientReducer(module, collective, sizes=BucketSizes(large=1))
+        with reducer.backward():
+            (module[1](module[0](torch.ones(1, 2))) * factor(collective)).sum().backward()
+        return module[1].bias.grad.tolist(), reducer.statistics.launched_by
+
+    assert common(2, gradients, backend=Blocking) == ([2.0, 2.0], [4, 4, 4, 4])
