@@ -130,6 +130,7 @@ class Plan:
         members: list[int],
         sizes: BucketSizes,
         reduce_dtype: torch.dtype | None,
+        compression: torch.dtype | None,
         *,
         interleaved: bool,
     ) -> Plan:
@@ -140,9 +141,7 @@ class Plan:
         for i in reversed(members):
             parameter, route = inventory.parameters[i], inventory.routes[i]
             assert route is not None
-            wire = (
-                reduce_dtype if reduce_dtype is not None and _widens(parameter.dtype, reduce_dtype) else parameter.dtype
-            )
+            wire = _wire_dtype(parameter.dtype, reduce_dtype, compression)
             nbytes = parameter.numel() * wire.itemsize
             if nbytes >= sizes.large:
                 closed.append(([i], route, wire))
@@ -166,8 +165,12 @@ def _is_plain(gradient: Tensor, wire: torch.dtype) -> bool:
     return gradient.is_contiguous() and gradient.dtype == wire and not gradient.requires_grad and not gradient.is_sparse
 
 
-def _widens(dtype: torch.dtype, reduce_dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point and dtype.itemsize < reduce_dtype.itemsize
+def _wire_dtype(dtype: torch.dtype, reduce_dtype: torch.dtype | None, compression: torch.dtype | None) -> torch.dtype:
+    if dtype.is_floating_point and reduce_dtype is not None and dtype.itemsize < reduce_dtype.itemsize:
+        return reduce_dtype
+    if dtype.is_floating_point and compression is not None and dtype.itemsize > compression.itemsize:
+        return compression
+    return dtype
 
 
 def _holders(buffer: Tensor) -> int:

@@ -46,6 +46,7 @@ class GradientReducer(NormOperations):
         unmarked: What a weight without a mark is on the model axes: ``"private"``, ``"shared"`` (summed), ``"error"``.
         sizes: When gradients are packed together.
         reduce_dtype: A wider dtype for the way of narrower floating gradients, such as torch.float32 for bfloat16.
+        compression: A narrower dtype for the way of wider floating gradients, such as torch.bfloat16 for float32.
         static_graph: The user promises that all ranks run the same operations in the same order in backward. Without
             it, on asynchronous devices, buckets wait for the end of a backward whose forward communicated, because two
             groups in flight there must be launched in one order.
@@ -74,6 +75,7 @@ class GradientReducer(NormOperations):
         unmarked: UnmarkedPolicy = "private",
         sizes: BucketSizes | None = None,
         reduce_dtype: torch.dtype | None = None,
+        compression: torch.dtype | None = None,
         static_graph: bool = False,
         communicators: Communicators | None = None,
     ) -> None:
@@ -83,7 +85,7 @@ class GradientReducer(NormOperations):
         self._communicators = communicators or Communicators(collective)
         self._unmarked: UnmarkedPolicy = unmarked
         self._sizes = sizes or BucketSizes()
-        self._reduce_dtype = reduce_dtype
+        self._wire_dtypes = reduce_dtype, compression
         self._static_graph = static_graph
         self._increments = Increments()
         self._deferred: set[int] = set()
@@ -224,7 +226,7 @@ class GradientReducer(NormOperations):
             self._communicators,
             members,
             self._sizes,
-            self._reduce_dtype,
+            *self._wire_dtypes,
             interleaved=self._interleaved,
         )
 

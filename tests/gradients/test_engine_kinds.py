@@ -46,6 +46,20 @@ def test_narrow_gradients_can_travel_wide():
     assert common(4, gradients) == ("torch.bfloat16", [129.0] * 4)
 
 
+def test_wide_gradients_can_travel_narrow():
+    """1 and 1 + 2^-9: bfloat16 knows neither the second nor the mean."""
+
+    def gradients(collective):
+        module = nn.ParameterList([nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros((), dtype=torch.complex64))])
+        reducer = GradientReducer(module, collective, compression=torch.bfloat16)
+        with reducer.backward():
+            (module[0].sum() * (1 + 2**-9 * collective.rank) + (module[1] * (1 + 2**-9)).real).backward()
+        sent = [bucket._wire for bucket in reducer._plan.buckets]
+        return str(module[0].grad.dtype), module[0].grad.tolist(), module[1].grad.item(), torch.bfloat16 in sent
+
+    assert common(2, gradients) == ("torch.float32", [1.0] * 3, 1 + 2**-9, True)
+
+
 def test_sparse_gradients_stay_sparse_beside_dense_ones():
     """Rank r uses rows r and 2."""
 
