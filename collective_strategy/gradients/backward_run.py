@@ -24,11 +24,40 @@ class Choice:
         handle = group.all_reduce_(self._buffer, "max", async_op=True)
         self._handle = handle if isinstance(handle, Handle) else CompletedHandle(self._buffer)
 
-    def differs(self) -> bool:
-        """Waits; whether two ranks chose plans of different agreements."""
+    def wait(self) -> tuple[float, float]:
+        """The lowest and the highest number of the ranks' plans."""
         self._handle.wait()
         highest, lowest = self._buffer.tolist()
-        return bool(highest != -lowest)
+        return -lowest, highest
+
+
+class Choices:
+    """Whether backwards begin with a comparison of the plans: from a change of the model on, until no rank has taken
+    another plan for some time. All ranks come to the same answer, because they count what all of them saw.
+
+    Attributes:
+        compared: The next backward begins with a comparison.
+    """
+
+    patience = 100
+
+    def __init__(self) -> None:
+        self.compared = False
+        self._quiet = 0
+        self._last: tuple[float, float] | None = None
+
+    def changed(self, *, first: bool) -> None:
+        """The ranks agreed on the model; the first time there is one plan only."""
+        self.compared, self._quiet = not first, 0
+
+    def settled(self, chosen: tuple[float, float] | None) -> bool:
+        """After a backward. True when comparisons end; then every rank forgets all plans but its present one."""
+        self._quiet = self._quiet + 1 if chosen == self._last else 0
+        self._last = chosen
+        if not self.compared or self._quiet < self.patience:
+            return False
+        self.compared = False
+        return True
 
 
 class BackwardRun:
@@ -49,7 +78,7 @@ class BackwardRun:
         fired: Parameters whose gradient was accumulated.
         unannounced: Parameters whose only hook fired after their bucket was launched without them.
         late: Parameters with another piece of gradient accumulated after their bucket was launched.
-        divided: The ranks chose different plans; nothing is sent.
+        chosen: The lowest and the highest number of the ranks' plans, if they were compared.
     """
 
     def __init__(
@@ -62,7 +91,7 @@ class BackwardRun:
         choice: Choice | None = None,
     ) -> None:
         self.plan = plan
-        self.divided = False
+        self.chosen: tuple[float, float] | None = None
         self.launched_by: list[int] = []
         self.fired: set[int] = set()
         self.unannounced: set[int] = set()
@@ -90,15 +119,16 @@ class BackwardRun:
             self._missing[position] -= 1
         self.fired.add(index)
         while self._next < len(self._missing) and not self._missing[self._next] and not self._waits[self._next]:
-            if self._is_divided():
+            if self.divided:
                 return
             self._launch()
 
-    def _is_divided(self) -> bool:
+    @property
+    def divided(self) -> bool:
+        """Whether ranks chose different plans; then nothing is sent. Waits for their comparison."""
         if self._choice is not None:
-            self.divided = self._choice.differs()
-            self._choice = None
-        return self.divided
+            self.chosen, self._choice = self._choice.wait(), None
+        return self.chosen is not None and self.chosen[0] != self.chosen[1]
 
     def _find_silent(self) -> None:
         """Asks the engine which parameters this pass leaves out, so that nobody waits for them.
@@ -121,7 +151,7 @@ class BackwardRun:
 
     def launch_rest(self) -> None:
         """Launches what is left, with zeros for parameters that stayed silent."""
-        while not self._is_divided() and self._next < len(self.plan.buckets):
+        while not self.divided and self._next < len(self.plan.buckets):
             self._launch()
 
     def _launch(self) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from collective_strategy.collectives.collective import Collective
 from collective_strategy.collectives.errors import CollectiveError
-from collective_strategy.gradients.backward_run import CHANGED, DIRTY, LEFTOVER, BackwardRun, Choice, Flags
+from collective_strategy.gradients.backward_run import CHANGED, DIRTY, LEFTOVER, BackwardRun, Choice, Choices, Flags
 from collective_strategy.gradients.guard import StepGuard
 from collective_strategy.gradients.increments import Increments, added
 from collective_strategy.gradients.inventory import Communicators, Inventory
@@ -95,6 +95,7 @@ class GradientReducer(NormOperations):
         self._run: BackwardRun | None = None
         self._broken: str | None = None
         self._plans: dict[tuple[bool, ...], Plan] = {}
+        self._choices = Choices()
         self._guard: StepGuard | None = None
         self._take_inventory()
 
@@ -124,9 +125,8 @@ class GradientReducer(NormOperations):
         guard.hook_parameters()
         changed = sync and self._choose_plan()
         if sync:
-            several = self.statistics.agreements > 1
-            choice = Choice(self._plan, self._communicators) if several else None
-            self.statistics.all_reduces += several
+            choice = Choice(self._plan, self._communicators) if self._choices.compared else None
+            self.statistics.all_reduces += choice is not None
             self._run = BackwardRun(
                 self._plan, self._inventory, self._deferred, self._awaited, self._must_hold(), choice
             )
@@ -205,6 +205,7 @@ class GradientReducer(NormOperations):
         self._inventory = Inventory(self._module, self._communicators, self._unmarked)
         self._interleaved = self._inventory.agree(self._communicators)
         self.statistics.agreements += 1
+        self._choices.changed(first=old is None)
         if old is not None and old.signature != self._inventory.signature:
             self._plans, self._deferred, self._awaited, self._sparse = {}, set(), set(), set()
         groups = self._inventory.prepare(self._communicators)
@@ -266,6 +267,8 @@ class GradientReducer(NormOperations):
             for i, gradient in zip(bucket.members, gradients, strict=True):
                 if i in used:
                     aside[i] = added(aside.get(i), gradient)
+        if self._choices.settled(run.chosen):
+            self._plans = {mask: plan for mask, plan in self._plans.items() if plan is self._plan}
         self._deferred |= run.late
         self._awaited |= run.unannounced
         self.statistics.reductions += 1

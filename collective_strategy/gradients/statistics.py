@@ -9,8 +9,9 @@ class ReducerStatistics:
 
     Attributes:
         reductions: Backward passes whose gradients were reduced.
-        all_reduces: All-reduces sent by backwards, flag buffers included. Once the ranks had to agree anew (layers
-            frozen, unfrozen or replaced), each backward has one more: a comparison of the plans that they chose.
+        all_reduces: All-reduces sent by backwards, flag buffers included. From a change of the model on (layers frozen,
+            unfrozen, replaced), a backward has one more, a comparison of the plans that the ranks chose, until none of
+            them has taken another plan for 100 backwards.
         agreements: Comparisons of the parameters over all ranks, the one at construction included.
         launched_by: For the last backward: how many gradient hooks had fired when each bucket was launched.
         hooks: For the last backward: how many gradient hooks fired in all.

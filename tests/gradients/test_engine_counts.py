@@ -82,20 +82,28 @@ def test_small_gradients_share_a_bucket():
     assert common(2, count) == (1, 2)
 
 
-def test_choosing_among_plans_costs_one_more_once_there_are_several():
+def test_choosing_among_plans_costs_one_more_until_none_was_chosen_for_100_backwards():
     def count(collective):
         w, v = module = weights(0.0, 0.0)
         reducer = GradientReducer(module, collective)
-        seen = []
-        for trainable in (True, False, True):
+
+        def step(trainable):
+            module.zero_grad()
             v.requires_grad_(trainable)
             before = reducer.statistics.all_reduces
             with reducer.backward():
-                (w + v).backward()
-            seen.append(reducer.statistics.all_reduces - before)
-        return seen
+                ((w + v) * (1 + 2 * collective.rank)).backward()
+            assert w.grad.item() == 2.0
+            assert (v.grad.item() if trainable else 2.0) == 2.0
+            return reducer.statistics.all_reduces - before
 
-    assert common(2, count) == [2, 2, 3]
+        seen = [step(trainable) for trainable in (True, False, True, False)]
+        settling = [step(False) for _ in range(100)]
+        seen.append(step(False))
+        seen += [step(True), step(True)]
+        return seen, set(settling), reducer.statistics.agreements
+
+    assert common(2, count) == ([2, 2, 3, 3, 2, 2, 3], {3}, 3)
 
 
 @pytest.mark.parametrize(
