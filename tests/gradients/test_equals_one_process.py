@@ -35,6 +35,9 @@ def test_a_plain_loop(mesh):
             assert all(result["unused"])
             assert result["statistics"].agreements == 1
     for results in zip(*ranks, strict=True):
+        for key in {key for result in results for key in result["weights"]}:
+            copies = [result["weights"][key] for result in results if key in result["weights"]]
+            assert all(torch.equal(a, b) for copy in copies for a, b in zip(copy, copies[0], strict=True)), key
         assert all(result["norms"] == results[0]["norms"] for result in results)  # one value, bit by bit
         assert max(results[0]["norms"]) > 0.2  # the limit was met
 
