@@ -71,7 +71,7 @@ def _reduce_dense(
             else:
                 # scaled before the sum, as DistributedDataParallel does: large fp16 gradients do not overflow in it
                 torch.mul(gradient.detach().reshape(-1), scales[i], out=view)
-            results[i] = view.view(parameters[i].shape)
+            results[i] = view.view(parameters[i].shape).detach()
         group.all_reduce_(flat, "sum")
     return results
 

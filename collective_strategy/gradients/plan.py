@@ -84,7 +84,7 @@ class Bucket:
             if parameter.dtype != self._wire or not parameter.is_contiguous():
                 results.append(torch.empty_like(parameter, requires_grad=False).copy_(view))
             else:
-                results.append(view.view_as(parameter))
+                results.append(view.detach())  # no view to autograd, so that `.grad.detach_()` works
         return results
 
     def _filled(self, gradients: list[Tensor | None]) -> Tensor:

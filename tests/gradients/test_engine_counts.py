@@ -184,6 +184,25 @@ def test_a_buffer_is_used_again_but_never_while_a_gradient_in_it_is_alive():
     assert common(2, check) == ([2.0, 20.0, 20.0, 200.0, 200.0, 2000.0], True, True, 10.0)
 
 
+@pytest.mark.parametrize("in_a_bucket", [True, False])
+def test_a_gradient_is_a_tensor_of_its_own_to_autograd(in_a_bucket):
+    """`detach_` refuses views; older optimizers call it."""
+
+    def check(collective):
+        w, v = module = weights(0.0, 0.0)
+        reducer = GradientReducer(module, collective)
+        if in_a_bucket:
+            with reducer.backward():
+                (w + v).backward()
+        else:
+            (w + v).backward()
+            reducer.reduce_gradients()
+        w.grad.detach_().mul_(5)
+        return w.grad.item(), v.grad.item()
+
+    assert common(2, check) == (5.0, 1.0)
+
+
 def test_a_large_gradient_is_reduced_without_a_buffer():
     def check(collective):
         w = nn.Parameter(torch.zeros(1000))
