@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -137,6 +138,7 @@ class Inventory:
         self.index = {id(parameter): i for i, parameter in enumerate(self.parameters)}
         self.routed = [i for i, route in enumerate(self.routes) if route is not None]
         self.signature = _signature(self.parameters)
+        self._tables, self._entries = _tree(module)
         self._accumulators: dict[int, Any] = {}
 
     def will_be_used(self, index: int) -> bool:
@@ -158,6 +160,10 @@ class Inventory:
 
     def is_stale(self, module: nn.Module) -> bool:
         """Whether a parameter was added, removed, replaced, reshaped, converted or moved since."""
+        now = [entry for table in self._tables for entry in table.values()]
+        if len(now) == len(self._entries) and not any(map(operator.is_not, now, self._entries)):
+            return _signature(self.parameters) != self.signature
+        self._tables, self._entries = _tree(module)
         return _signature(list(module.parameters())) != self.signature
 
     def mask(self) -> tuple[bool, ...]:
@@ -210,3 +216,9 @@ class Inventory:
 
 def _signature(parameters: Sequence[nn.Parameter]) -> list[tuple[int, torch.Size, torch.dtype, torch.device]]:
     return [(id(parameter), parameter.shape, parameter.dtype, parameter.device) for parameter in parameters]
+
+
+def _tree(module: nn.Module) -> tuple[list[dict[str, Any]], list[Any]]:
+    """The tables in which modules keep submodules and parameters, and what is in them: quicker to look through."""
+    tables: list[dict[str, Any]] = [t for part in module.modules() for t in (part._modules, part._parameters)]
+    return tables, [entry for table in tables for entry in table.values()]

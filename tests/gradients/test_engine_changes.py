@@ -130,6 +130,20 @@ def test_added_and_removed_weights():
     assert common(2, gradients) == 4.0
 
 
+def test_a_module_without_weights_may_be_replaced_at_will():
+    def agreements(collective):
+        module = nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1))
+        reducer = GradientReducer(module, collective)
+        for _ in range(3):
+            module[1] = nn.Tanh()
+            backward(reducer, collective, module(torch.ones(1)))
+        module[2] = nn.Linear(1, 1, bias=False)
+        backward(reducer, collective, module(torch.ones(1)))
+        return reducer.statistics.agreements, module[2].weight.grad is not None
+
+    assert common(2, agreements) == (2, True)
+
+
 def test_copies_are_free_and_the_original_goes_on():
     def gradients(collective):
         w, v = module = weights(0.0, 0.0)

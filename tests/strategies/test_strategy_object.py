@@ -61,7 +61,7 @@ def test_names_of_backends_that_do_not_exist_are_not_registered(missing: str) ->
 
 @pytest.mark.pytorch_lightning
 def test_the_other_package_has_its_own_class_under_the_same_names() -> None:
-    pl = pytest.importorskip("pytorch_lightning")
+    pl = importlib.import_module("pytorch_lightning")
     other = importlib.import_module("collective_strategy.pytorch_lightning")
     trainer = _trainer("collective", pl)
     assert type(trainer.strategy) is other.CollectiveStrategy
@@ -69,7 +69,7 @@ def test_the_other_package_has_its_own_class_under_the_same_names() -> None:
 
 
 def test_a_strategy_of_the_other_package_is_refused_with_both_names() -> None:
-    pl = pytest.importorskip("pytorch_lightning")
+    pl = importlib.import_module("pytorch_lightning")
     with pytest.raises(ValueError, match=r"collective_strategy.CollectiveStrategy .* package 'lightning'"):
         _trainer(CollectiveStrategy(), pl)
 

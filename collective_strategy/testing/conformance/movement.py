@@ -10,7 +10,7 @@ import torch
 from collective_strategy.collectives import Collective
 from collective_strategy.testing.conformance.arrays import DTYPES, numbers, patterns, raw
 from collective_strategy.testing.conformance.expect import Expect
-from collective_strategy.testing.conformance.suite import NotApplicable, check
+from collective_strategy.testing.conformance.suite import check
 
 SHAPES = ((3,), (2, 3), (), (0,), (2, 0, 3), (1, 1))
 
@@ -151,7 +151,11 @@ def replicate_and_shard_send_nothing(collective: Collective, expect: Expect) -> 
 @check("send", "recv", world_sizes=(2, 3, 4))
 def send_and_recv_between_two_ranks(collective: Collective, expect: Expect) -> None:
     if not {"send", "recv"} <= collective.capabilities.primitives:
-        raise NotApplicable("the backend has no send and recv")
+        x, peer = torch.ones(1), 1 - min(collective.rank, 1)
+        for name, call in (("send", lambda: collective.send(x, peer)), ("recv", lambda: collective.recv(x, peer))):
+            if name not in collective.capabilities.primitives:
+                expect.raises(NotImplementedError, f"no {name} shift", call, f"{name} that the backend does not have")
+        return
     first, last = 0, collective.world_size - 1
     for dtype in DTYPES:
         for shape in ((3,), (2, 2), ()):
