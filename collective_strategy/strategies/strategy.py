@@ -49,7 +49,7 @@ class CollectiveStrategyBehaviour(ConstructionBehaviour):
             (``"popen"``), or ``"spawn"``, ``"fork"``, ``"forkserver"`` for notebooks.
         unmarked: what a weight without a mark (see `collective_strategy.shared`) is on the model axes: ``"private"``,
             ``"shared"`` or ``"error"``.
-        bucket_sizes, reduce_dtype, static_graph: how gradients are reduced, see :class:`GradientReducer`.
+        bucket_sizes, reduce_dtype, compression, static_graph: how gradients are reduced, see :class:`GradientReducer`.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in any strategy.
         **backend_options: for the backend's constructor, e.g. ``backend="gloo"``.
 
@@ -74,6 +74,7 @@ class CollectiveStrategyBehaviour(ConstructionBehaviour):
         unmarked: UnmarkedPolicy = "private",
         bucket_sizes: BucketSizes | None = None,
         reduce_dtype: torch.dtype | None = None,
+        compression: torch.dtype | None = None,
         static_graph: bool = False,
         accelerator: Any | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -98,6 +99,7 @@ class CollectiveStrategyBehaviour(ConstructionBehaviour):
         self._reducer_settings: dict[str, Any] = {
             "sizes": bucket_sizes,
             "reduce_dtype": reduce_dtype,
+            "compression": compression,
             "static_graph": static_graph,
         }
         self._communicators: Communicators | None = None
