@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from collective_strategy.collectives.collective import Collective
 from collective_strategy.collectives.errors import CollectiveError
+from collective_strategy.gradients.backward_run import BackwardRun
 from collective_strategy.gradients.inventory import Inventory
 
 _WAY_OUT = (
@@ -25,20 +26,20 @@ class StepGuard:
     Args:
         inventory: the parameters.
         collective: all ranks, for messages.
-        accumulated: called with the index of a parameter whose gradient was accumulated while armed.
 
     Attributes:
         armed: a backward is running in the reducer's context.
         dirty: indices of parameters that got a gradient while not armed.
+        run: who is told of gradients that are accumulated while armed; None if nobody needs to know.
         pending: indices of parameters whose gradient is only local, from backwards without synchronisation.
     """
 
-    def __init__(self, inventory: Inventory, collective: Collective, accumulated: Callable[[int], None]) -> None:
+    def __init__(self, inventory: Inventory, collective: Collective) -> None:
         self.armed = False
+        self.run: BackwardRun | None = None
         self.dirty: set[int] = set()
         self.pending: set[int] = set()
         self._inventory, self._collective = inventory, collective
-        self._accumulated = weakref.WeakMethod(accumulated)
         self._hooks: dict[int, RemovableHandle] = {}
         self._step_hook: RemovableHandle | None = None
         self.hook_parameters()
@@ -50,8 +51,7 @@ class StepGuard:
         for i in self._inventory.routed:
             parameter = self._inventory.parameters[i]
             if i not in self._hooks and parameter.requires_grad:
-                callback = _weakly(self, "_after_accumulation", i)
-                self._hooks[i] = parameter.register_post_accumulate_grad_hook(callback)
+                self._hooks[i] = parameter.register_post_accumulate_grad_hook(_accumulation_hook(self, i))
 
     def watch(self, inventory: Inventory) -> None:
         """Follows another inventory; the old one's hooks carry its indices."""
@@ -90,12 +90,6 @@ class StepGuard:
             f" {self._collective.world_size} ranks, and their weights would drift apart. {_WAY_OUT}"
         )
 
-    def _after_accumulation(self, index: int, _parameter: Tensor) -> None:
-        if not self.armed:
-            self.dirty.add(index)
-        elif (accumulated := self._accumulated()) is not None:
-            accumulated(index)
-
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -133,6 +127,22 @@ class StepGuard:
                         " reduction ran with synchronisation off, so the ranks' weights would drift apart. Run the last"
                         " backward before the step with synchronisation on, or call strategy.reduce_gradients()."
                     )
+
+
+def _accumulation_hook(guard: StepGuard, index: int) -> Callable[[Tensor], None]:
+    """Short, because it runs for every parameter in every backward; and it does not keep the guard alive."""
+    reference = weakref.ref(guard)
+
+    def hook(_parameter: Tensor) -> None:
+        alive = reference()
+        if alive is None:
+            return
+        if alive.run is not None:
+            alive.run.accumulated(index)
+        elif not alive.armed:
+            alive.dirty.add(index)
+
+    return hook
 
 
 def _weakly(owner: object, method: str, *bound: Any) -> Callable[..., Any]:

@@ -92,7 +92,6 @@ class GradientReducer(NormOperations):
         self._awaited: set[int] = set()
         self._sparse: set[int] = set()
         self._blocked = False
-        self._run: BackwardRun | None = None
         self._broken: str | None = None
         self._plans: dict[tuple[bool, ...], Plan] = {}
         self._choices = Choices()
@@ -127,24 +126,24 @@ class GradientReducer(NormOperations):
         if sync:
             choice = Choice(self._plan, self._communicators) if self._choices.compared else None
             self.statistics.all_reduces += choice is not None
-            self._run = BackwardRun(
+            guard.run = BackwardRun(
                 self._plan, self._inventory, self._deferred, self._awaited, self._must_hold(), choice
             )
         guard.armed = True
         try:
             yield
         except BaseException as error:
-            if self._run is not None and self._run.started:
+            if guard.run is not None and guard.run.started:
                 self._broken = (
                     f"a backward pass raised {type(error).__name__} after some of its gradients were sent, so the "
                     "ranks' gradients do not belong together any more. Make a new GradientReducer on all ranks, or end "
                     "the run."
                 )
-            guard.armed, self._run = False, None
+            guard.armed, guard.run = False, None
             self._increments.keep_local(self._inventory, guard, aside)
             raise
         guard.armed = False
-        run, self._run = self._run, None
+        run, guard.run = guard.run, None
         if run is not None:
             self._flush(guard, run, aside, changed)
         else:
@@ -214,7 +213,7 @@ class GradientReducer(NormOperations):
         self._prepare_norms(self._inventory, self._communicators, groups)
         if self._collective.world_size > 1:
             if self._guard is None:
-                self._guard = StepGuard(self._inventory, self._collective, self._accumulated)
+                self._guard = StepGuard(self._inventory, self._collective)
             else:
                 self._guard.watch(self._inventory)
         return {self._inventory.index[key]: g for key, g in before.items() if key in self._inventory.index}
@@ -246,10 +245,6 @@ class GradientReducer(NormOperations):
         return not self._collective.capabilities.asynchronous or (
             asynchronous and differentiated and not self._static_graph
         )
-
-    def _accumulated(self, index: int) -> None:
-        if self._run is not None:
-            self._run.accumulated(index)
 
     # -- after backward ----------------------------------------------------------------------------------------------
 
