@@ -43,11 +43,12 @@ def _pair(name: str, forward: Raw, backward: Differentiable, types: Types | None
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
             _, ctx.collective, ctx.settings = inputs
+            ctx.call = ctx.collective._calls
 
         @staticmethod
         @outside_graphs
         def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-            with ctx.collective._backward_of(name):
+            with ctx.collective._backward_of(name, ctx.call):
                 return backward(ctx.collective, gradients[0], *ctx.settings), None, None
 
         @staticmethod

@@ -110,6 +110,7 @@ class CollectiveBase(ABC):
         self._default_to: str | None = "replicate"
         self._calls = 0
         self._current = ""
+        self._uncompared: str | None = None
         self._scope = "world"
         self._checker: Checker | None = None
         self._channel: SideChannel | None = None
@@ -426,7 +427,9 @@ class CollectiveBase(ABC):
         except (CollectiveError, NotImplementedError):
             raise
         except Exception as error:
-            raise self._translated(error, text, time.monotonic() - began) from error
+            told = self._translated(error, text, time.monotonic() - began)
+            # a time-out's own message has everything that the library's says
+            raise told from (None if isinstance(told, CollectiveTimeoutError) else error)
         finally:
             if watch is not None:
                 watch.call = None
@@ -442,20 +445,36 @@ class CollectiveBase(ABC):
             self._current = before
 
     @contextmanager
-    def _backward_of(self, name: str) -> Iterator[None]:
-        """Names what a backward pass communicates, if the collective can still be used."""
+    def _backward_of(self, name: str, call: int) -> Iterator[None]:
+        """Names what a backward pass communicates, if the collective can still be used.
+
+        In check mode the first message inside is compared: a rank whose loss uses another result would otherwise meet
+        the backward of another call.
+        """
         self._require_usable(f"backward of {name}")
-        with self._named(f"backward of {name}"), self._exact():
-            yield
+        self._uncompared = f"backward of {name} (call {call})" if self._checker is not None else None
+        try:
+            with self._named(f"backward of {name}"), self._exact():
+                yield
+        finally:
+            self._uncompared = None
+
+    def _compare_backward(self) -> None:
+        """Compares the backward that is about to send its first message with the other ranks'."""
+        call, self._uncompared = self._uncompared, None
+        if call is not None and self._checker is not None:
+            checker = self._checker
+            self._calls += 1
+            number = self._calls
+            self._guarded(lambda: checker.compare(number, call))
 
     def _translated(self, error: Exception, text: str, waited: float) -> CollectiveError:
         where = f"{text} (call {self._calls} of {self.name!r}, rank {self.rank} of {self.world_size})"
         if not self._is_timeout(error):
             self.broken = f"{where} failed: {error}"
             return CollectiveError(
-                f"{where} failed after {waited:.1f} s: {error}. Probably another rank ended or made another call; "
-                f"its output "
-                "says why. The collective is broken from now on."
+                f"{where} failed after {waited:.1f} s: {error}. Probably another rank ended, or made another call or "
+                "none: look at its output. The collective is broken from now on."
             )
         self.broken = f"{where} timed out"
         missing: list[str] = []

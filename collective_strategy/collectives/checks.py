@@ -129,7 +129,7 @@ def _difference(number: int, call: str, lines: Sequence[dict[str, str]]) -> str 
     ]
     if refusals:
         return (
-            f"call {number}: {'; '.join(refusals)}. This rank called {call}. Nothing was sent; correct the arguments "
+            f"call {number}: {'; '.join(refusals)} (This rank called {call}.) Nothing was sent; correct the arguments "
             "on the refusing rank."
         )
     calls = [line["call"] for line in lines]
@@ -138,7 +138,7 @@ def _difference(number: int, call: str, lines: Sequence[dict[str, str]]) -> str 
     shown = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(calls))
     return (
         f"the ranks made different calls (call {number}): {shown}. Nothing was sent. All ranks must make the same "
-        f"calls in the same order with equal structure, shape and dtype{_hint(calls)}."
+        f"calls in the same order with equal structure, shape, dtype and requires_grad{_hint(calls)}."
     )
 
 

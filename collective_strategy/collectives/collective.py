@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from collective_strategy.collectives import transport
+from collective_strategy.collectives import transport, uneven_shapes
 from collective_strategy.collectives.arguments import (
     rank_argument,
     sizes_argument,
@@ -99,7 +99,11 @@ class Collective(DataOperations, InPlaceOperations, ObjectOperations):
         self._point_to_point("send", x, "dst", dst)
 
     def recv(self, like: Tensor, src: int) -> Tensor:
-        """The tensor that rank ``src`` sends, of the shape and dtype of ``like``, whose values do not matter."""
+        """The tensor that rank ``src`` sends, of the shape and dtype of ``like``, whose values do not matter.
+
+        Raises:
+            CollectiveMismatchError: it sent another shape or dtype; the collective stays usable.
+        """
         return self._point_to_point("recv", like, "src", src)
 
     @outside_graphs
@@ -115,7 +119,8 @@ class Collective(DataOperations, InPlaceOperations, ObjectOperations):
         if name not in self.capabilities.primitives:
             raise NotImplementedError(f"the backend {self.backend_name!r} has no {name}; use shift() or permute().")
         with self._named(f"{name}({argument}={other})"):
-            return transport.send(self, x, other) if name == "send" else transport.recv(self, x, other)
+            act = uneven_shapes.send if name == "send" else uneven_shapes.recv
+            return act(self, x, other)
 
     # -- groups --------------------------------------------------------------------------------------------------------
 
@@ -147,9 +152,7 @@ class Collective(DataOperations, InPlaceOperations, ObjectOperations):
                 return sub
         unions = {name: tuple(joined) for name, joined in self.mesh.unions.items()}
         raise KeyError(
-            f"{axes!r} is neither an axis of the mesh {dict(self.mesh.axes)} nor a declared union {unions}. Unions "
-            f"are declared "
-            "at construction: unions={'name': ('axis', 'axis')}."
+            f"{axes!r} is not in the mesh. Its axes are {dict(self.mesh.axes)}, its unions {unions or 'none'}; unions are declared at construction: unions={{'name': ('axis', 'axis')}}."
         )
 
     @property

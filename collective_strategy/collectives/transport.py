@@ -183,6 +183,7 @@ def _gathered(collective: CollectiveBase, x: Tensor) -> Tensor:
 
 
 def _complete(collective: CollectiveBase, start: Callable[[], Handle]) -> Tensor:
+    collective._compare_backward()
     with unchecked():
         return collective._guarded(lambda: start().wait())
 

@@ -222,8 +222,10 @@ def _unsupported(value: object, path: str, operation: str) -> str:
     )
     shown = repr(value)
     shown = shown if len(shown) <= 60 else shown[:57] + "..."
+    if hasattr(value, "__array__"):
+        hint = f"Convert it to a tensor, for example by torch.as_tensor({path})"
+    leave = "" if path == "x" else ", or leave it out of the container"
     return (
         f"{operation}: {path} is {shown} of type {type(value).__name__}, which is neither a tensor, a number nor a "
-        f"known "
-        f"container, so every rank would keep its own value. {hint}, or leave it out of the container."
+        f"known container, so every rank would keep its own value. {hint}{leave}."
     )

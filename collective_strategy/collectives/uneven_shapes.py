@@ -11,6 +11,7 @@ from torch import Tensor
 
 from collective_strategy.collectives import transport
 from collective_strategy.collectives.errors import CollectiveMismatchError
+from collective_strategy.collectives.trees import describe_tensor
 
 if TYPE_CHECKING:
     from collective_strategy.collectives.base import CollectiveBase
@@ -86,10 +87,7 @@ def exchange_shapes(collective: Any, x: Tensor) -> list[tuple[int, ...]]:
     Raises:
         CollectiveMismatchError: dtypes or numbers of dims differ; alike on all ranks.
     """
-    if x.ndim > _MOST_DIMS:
-        raise ValueError(f"tensors of more than {_MOST_DIMS} dims cannot be gathered with ragged=True, got {x.ndim}.")
-    header = [_DTYPES.index(x.dtype), x.ndim, *x.shape, *[0] * (_MOST_DIMS - x.ndim)]
-    table = transport.all_gather(collective, torch.tensor(header, dtype=torch.int64)).tolist()
+    table = transport.all_gather(collective, _header(x)).tolist()
     dtypes = [_DTYPES[row[0]] for row in table]
     if len(set(dtypes)) > 1:
         raise CollectiveMismatchError(
@@ -103,6 +101,31 @@ def exchange_shapes(collective: Any, x: Tensor) -> list[tuple[int, ...]]:
             "number of dims may not; reshape them, or gather objects."
         )
     return shapes
+
+
+def send(collective: Any, x: Tensor, dst: int) -> Tensor:
+    """Sends a tensor after its dtype and shape."""
+    transport.send(collective, _header(x), dst)
+    return transport.send(collective, x, dst)
+
+
+def recv(collective: Any, like: Tensor, src: int) -> Tensor:
+    """Receives a tensor of the dtype and shape of ``like``; what else was sent is taken off the wire and refused."""
+    row = transport.recv(collective, _header(like), src).tolist()
+    dtype, shape = _DTYPES[row[0]], tuple(row[2 : 2 + row[1]])
+    received = transport.recv(collective, torch.empty(shape, dtype=dtype, device=like.device), src)
+    if dtype != like.dtype or shape != tuple(like.shape):
+        raise CollectiveMismatchError(
+            f"recv: rank {src} sent {describe_tensor(received)}, but rank {collective.rank} expects "
+            f"{describe_tensor(like)}. Give recv() a tensor of the shape and dtype that is sent."
+        )
+    return received
+
+
+def _header(x: Tensor) -> Tensor:
+    if x.ndim > _MOST_DIMS:
+        raise ValueError(f"tensors of more than {_MOST_DIMS} dims cannot be described to other ranks, got {x.ndim}.")
+    return torch.tensor([_DTYPES.index(x.dtype), x.ndim, *x.shape, *[0] * (_MOST_DIMS - x.ndim)], dtype=torch.int64)
 
 
 def check_own_sizes(

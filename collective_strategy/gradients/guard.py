@@ -1,10 +1,10 @@
 """Notices gradients that are not reduced, and refuses to step with them."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -15,8 +15,9 @@ from collective_strategy.gradients.backward_run import BackwardRun
 from collective_strategy.gradients.inventory import Inventory
 
 _WAY_OUT = (
-    "Call self.manual_backward(loss) instead of loss.backward(), or strategy.reduce_gradients() between the backward"
-    " and the step (reducer.backward() and reducer.reduce_gradients() in a plain loop)."
+    "In a LightningModule call self.manual_backward(loss) instead of loss.backward(), or strategy.reduce_gradients()"
+    " between the backward and the step; in a plain loop run it inside reducer.backward(), or call"
+    " reducer.reduce_gradients()."
 )
 
 
@@ -96,7 +97,7 @@ class StepGuard:
         def checked(closure: Callable[[], Any]) -> Callable[[], Any]:
             def run() -> Any:
                 result = closure()
-                self._refuse_unreduced(optimizer)
+                self._refuse_step(optimizer)
                 return result
 
             return run
@@ -107,14 +108,21 @@ class StepGuard:
             return args, kwargs | {"closure": checked(kwargs["closure"])}
         if len(args) > 1 and callable(args[1]):
             return (args[0], checked(args[1]), *args[2:]), kwargs
-        self._refuse_unreduced(optimizer)
+        self._refuse_step(optimizer)
         return None
 
-    def _refuse_unreduced(self, optimizer: Optimizer) -> None:
-        if not self.dirty and not self.pending:
-            return
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
+    def _refuse_step(self, optimizer: Optimizer) -> None:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self.refuse_unreduced(f"{type(optimizer).__name__}.step()", parameters)
+
+    def refuse_unreduced(self, what: str, parameters: Iterable[nn.Parameter]) -> None:
+        """Refuses to use gradients that are not reduced.
+
+        Raises:
+            CollectiveError: naming a parameter and what to do.
+        """
+        if self.dirty or self.pending:
+            for parameter in parameters:
                 i = self._inventory.index.get(id(parameter))
                 if i is None or parameter.grad is None:
                     continue
@@ -122,7 +130,7 @@ class StepGuard:
                     raise CollectiveError(self.dirty_message())
                 if i in self.pending and bool(parameter.grad.any()):
                     raise CollectiveError(
-                        f"{type(optimizer).__name__}.step() would use gradients of {self._inventory.names[i]} that were"
+                        f"{what} would use gradients of {self._inventory.names[i]} that were"
                         f" never averaged over the {self._collective.world_size} ranks: all backwards since the last"
                         " reduction ran with synchronisation off, so the ranks' weights would drift apart. Run the last"
                         " backward before the step with synchronisation on, or call strategy.reduce_gradients()."

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from collective_strategy.collectives.collective import Collective
+from collective_strategy.gradients.guard import StepGuard
 from collective_strategy.gradients.inventory import Communicators, Inventory
 
 
@@ -22,6 +23,7 @@ class NormOperations:
     """
 
     _collective: Collective
+    _guard: StepGuard | None
 
     def _prepare_norms(self, inventory: Inventory, communicators: Communicators, groups: list[tuple[str, ...]]) -> None:
         """Chooses, out of the engine's groups, those over which pieces are summed."""
@@ -50,6 +52,9 @@ class NormOperations:
             A scalar, equal on all ranks; float64 if some parameter is, else float32.
         """
         norm_type = float(norm_type)
+        parameters = self._chosen(parameters)
+        if self._guard is not None:
+            self._guard.refuse_unreduced("a gradient norm", parameters)
         infinite = math.isinf(norm_type)
         terms: dict[tuple[str, ...], list[Tensor]] = {axes: [] for axes in [(), *self._norm_axes]}
         chosen = [p for p in self._chosen(parameters) if p.grad is not None and p.grad.numel()]
