@@ -152,7 +152,8 @@ class Collective(DataOperations, InPlaceOperations, ObjectOperations):
                 return sub
         unions = {name: tuple(joined) for name, joined in self.mesh.unions.items()}
         raise KeyError(
-            f"{axes!r} is not in the mesh. Its axes are {dict(self.mesh.axes)}, its unions {unions or 'none'}; unions are declared at construction: unions={{'name': ('axis', 'axis')}}."
+            f"{axes!r} is not in the mesh. Its axes are {dict(self.mesh.axes)}, its unions {unions or 'none'}; "
+            "unions are declared at construction: unions={'name': ('axis', 'axis')}."
         )
 
     @property
