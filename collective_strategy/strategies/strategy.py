@@ -270,7 +270,7 @@ class CollectiveStrategyBehaviour(ConstructionBehaviour):
         """Leaves the collective; the other ranks are told, or notice when this process lets go of its connections."""
         if self._stopped is not None and self._stopped.startswith("rank"):
             return
-        reason = f"rank {self.global_rank} raised {type(exception).__name__}: {exception}"
+        reason = f"rank {self.global_rank} raised {type(exception).__name__}: {exception}".rstrip(": ")
         if self.world_size > 1:
             # before the others hear of it and fail in turn, so that the cause is the first thing to read
             print(f"collective_strategy: {reason}", file=sys.stderr, flush=True)
