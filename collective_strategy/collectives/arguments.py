@@ -114,12 +114,10 @@ def destination(collective: CollectiveBase, to: object, tree: Tree, operation: s
     if collective._default_to is None and needs_grad(tree):
         raise ValueError(
             f"{operation} over {collective.name!r} of a tensor that requires grad needs to=. If each rank goes on to "
-            f"something "
-            "of its own with the result (other samples, other weights), say to='replicate': the ranks' gradients are "
-            "summed. If "
-            "all ranks repeat the same computation on it, say to='invariant': each already has the whole gradient. "
-            "Only on the "
-            "data axis 'replicate' is the default. For a result without gradient give x.detach()."
+            "something of its own with the result (other samples, other weights), say to='replicate': the ranks' "
+            "gradients are summed. If all ranks repeat the same computation on it, say to='invariant': each already "
+            "has the whole gradient. Only on the data axis 'replicate' is the default. For a result without gradient "
+            "give x.detach()."
         )
     return collective._default_to or "replicate"
 
@@ -135,8 +133,7 @@ def refuse_op_without_gradient(tree: Tree, op: ReduceOp, operation: str) -> None
     if op not in (ReduceOp.SUM, ReduceOp.MEAN) and needs_grad(tree):
         raise ValueError(
             f"{operation}(op={op.value!r}) of a tensor that requires grad is refused: only 'sum' and 'mean' have a "
-            f"gradient "
-            "that is right on every rank. Give x.detach(), or gather the tensors and reduce them here."
+            "gradient that is right on every rank. Give x.detach(), or gather the tensors and reduce them here."
         )
 
 

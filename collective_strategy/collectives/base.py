@@ -486,11 +486,9 @@ class CollectiveBase(ABC):
                 log.debug("the side channel is gone", exc_info=True)
         whom = "missing: " + ", ".join(missing) if missing else "the missing rank is not known"
         return CollectiveTimeoutError(
-            f"{where} timed out after {waited:.1f} s (timeout {self.timeout.total_seconds():g} s); {whom}. Every "
-            f"rank must make "
-            f"the same calls in the same order; look for a call inside `if rank == 0`, uneven batches, or an error "
-            f"on the missing rank. "
-            f"The collective is broken from now on. [{type(error).__name__}: "
+            f"{where} timed out after {waited:.1f} s (timeout {self.timeout.total_seconds():g} s); {whom}. Every rank "
+            "must make the same calls in the same order; look for a call inside `if rank == 0`, uneven batches, or "
+            f"an error on the missing rank. The collective is broken from now on. [{type(error).__name__}: "
             f"{str(error).splitlines()[0][:200] if str(error) else ''}]"
         )
 

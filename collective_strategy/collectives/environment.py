@@ -102,8 +102,7 @@ def _standard(env: Mapping[str, str]) -> LaunchEnvironment:
             missing.insert(missing.index("MASTER_PORT") if "MASTER_PORT" in missing else len(missing), "MASTER_ADDR")
         raise EnvironmentConfigError(
             f"the launcher's environment is half set: {', '.join(missing)} missing, found {seen}. Set all of RANK, "
-            f"WORLD_SIZE, "
-            "MASTER_ADDR and MASTER_PORT on every process (torchrun does it), or none of them."
+            "WORLD_SIZE, MASTER_ADDR and MASTER_PORT on every process (torchrun does it), or none of them."
         )
     rank = _integer(env, "RANK", 0) if rank_given else 0
     local_world_size = _integer(env, "LOCAL_WORLD_SIZE", world_size if single_node else 1)

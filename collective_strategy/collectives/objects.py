@@ -133,8 +133,7 @@ class ObjectOperations(CollectiveBase):
         except Exception as error:
             raise CollectiveError(
                 f"{self._current}: rank {self.rank} could not rebuild an object it received: {type(error).__name__}: "
-                f"{error}. "
-                "Its class must be importable on every rank."
+                f"{error}. Its class must be importable on every rank."
             ) from error
 
 

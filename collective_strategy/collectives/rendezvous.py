@@ -89,8 +89,7 @@ def _connect(environment: LaunchEnvironment, timeout: timedelta) -> Store:
         if serves:
             raise RendezvousError(
                 f"rank 0 cannot listen at {host}:{port}: {error}. The port is taken by another program, or a second "
-                f"process "
-                "claims rank 0. Choose another MASTER_PORT, and see that every process has its own RANK."
+                "process claims rank 0. Choose another MASTER_PORT, and see that every process has its own RANK."
             ) from error
         raise RendezvousError(
             f"rank {environment.rank} of {environment.world_size} did not reach rank 0 at {host}:{port} within "
@@ -107,14 +106,13 @@ def _missing(store: Store, environment: LaunchEnvironment, timeout: timedelta, w
         seen = f"rank {environment.rank} of {world_size} lost the store, whose process (rank 0) probably ended"
     return (
         f"the processes did not all meet at {where} within {timeout.total_seconds():g} s: {seen}. Start the missing "
-        f"ones, or look "
-        "at their output; every process needs the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE and its own RANK."
+        "ones, or look at their output; every process needs the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE and its "
+        "own RANK."
     )
 
 
 def _doubled(rank: int, world_size: int, where: str) -> str:
     return (
         f"two processes claim rank {rank} of {world_size} at {where}. Every process needs its own RANK, and two jobs "
-        f"need "
-        "different MASTER_PORTs."
+        "need different MASTER_PORTs."
     )

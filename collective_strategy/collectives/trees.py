@@ -172,8 +172,7 @@ def refuse_layout(tensor: Tensor, path: str, operation: str) -> None:
     if tensor.layout is not torch.strided:
         raise TypeError(
             f"{operation}: {path} has layout {tensor.layout}. Collectives take strided tensors: call .to_dense() "
-            f"first, "
-            "or communicate its indices and values."
+            "first, or communicate its indices and values."
         )
     if tensor.is_nested or tensor.is_quantized:
         raise TypeError(f"{operation}: {path} is a nested or quantized tensor. Communicate its parts one by one.")

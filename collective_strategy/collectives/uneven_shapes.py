@@ -97,8 +97,7 @@ def exchange_shapes(collective: Any, x: Tensor) -> list[tuple[int, ...]]:
     if len({len(shape) for shape in shapes}) > 1:
         raise CollectiveMismatchError(
             f"ragged gather: the ranks' tensors have different numbers of dims: {_by_rank(shapes)}. Lengths may "
-            f"differ, the "
-            "number of dims may not; reshape them, or gather objects."
+            "differ, the number of dims may not; reshape them, or gather objects."
         )
     return shapes
 
@@ -180,8 +179,7 @@ def _refuse_other_dims(shapes: Sequence[tuple[int, ...]], dim: int) -> None:
     if len(others) > 1:
         raise CollectiveMismatchError(
             f"ragged gather along dim {dim}: the shapes differ in other dims too: {_by_rank(shapes)}. Use dim=None "
-            f"for the list "
-            "of exact pieces."
+            "for the list of exact pieces."
         )
 
 

@@ -90,10 +90,9 @@ def agree_in_groups(
         )
         raise CollectiveMismatchError(
             f"The ranks hold different models: {difference}. Every rank of ranks {list(group)} must build the same "
-            f"{what}s in "
-            "the same order, because one's n-th is reduced with the n-th of the others. Build the model the same way "
-            "on every "
-            "rank (the same files, options, branches and marks), or share the weights of one rank before training."
+            f"{what}s in the same order, because one's n-th is reduced with the n-th of the others. Build the model "
+            "the same way on every rank (the same files, options, branches and marks), or share the weights of one "
+            "rank before training."
         )
     return all(other == gathered[0][1] for _, other in gathered)
 

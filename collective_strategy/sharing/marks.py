@@ -194,8 +194,8 @@ def restore_marks(root: nn.Module, recorded: dict[str, tuple[Mark, ...]]) -> Non
         if module is None:
             raise ValueError(
                 f"the module {path or 'root'!r} was marked {', '.join(mark.describe() for mark in marks)}, but no "
-                f"module of that "
-                "name is left after layers were synchronised, converted or compiled. Mark the module that replaces it."
+                "module of that name is left after layers were synchronised, converted or compiled. Mark the module "
+                "that replaces it."
             )
         missing = tuple(mark for mark in marks if mark not in marks_of(module))
         if missing:
@@ -211,8 +211,7 @@ def _added(module: M, mark: Mark, form: str) -> M:
     if isinstance(module, Tensor):
         raise TypeError(
             f"{form}() was given a bare {type(module).__name__}, which does not know its owner, so the mark would be "
-            f"lost when the "
-            f"parameter is replaced. Mark it through its module: {form}(module, 'name', over=...)."
+            f"lost when the parameter is replaced. Mark it through its module: {form}(module, 'name', over=...)."
         )
     if not isinstance(module, nn.Module):
         raise TypeError(f"{form}() marks an nn.Module, got {type(module).__name__}.")
