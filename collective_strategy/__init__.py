@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from collective_strategy.collectives import redistribute as redistribute
     from collective_strategy.collectives import scale_grad as scale_grad
     from collective_strategy.gradients import GradientReducer as GradientReducer
+    from collective_strategy.inspection import explain as explain
+    from collective_strategy.inspection import verify as verify
     from collective_strategy.sharing import SharedModule as SharedModule
     from collective_strategy.sharing import private as private
     from collective_strategy.sharing import sharded as sharded
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from collective_strategy.standalone import init as init
     from collective_strategy.strategies import CollectiveModule as CollectiveModule
     from collective_strategy.strategies import CollectiveStrategy as CollectiveStrategy
+    from collective_strategy.strategies import ExplainSharing as ExplainSharing
+    from collective_strategy.strategies import VerifyReplicas as VerifyReplicas
 
 # Loaded on first use, so that collectives work without Lightning.
 _PLACES = {
@@ -32,6 +36,7 @@ _PLACES = {
     "TorchDistributedCollective": "collective_strategy.collectives",
     "GradientReducer": "collective_strategy.gradients",
     "SharedModule": "collective_strategy.sharing",
+    "explain": "collective_strategy.inspection",
     "init": "collective_strategy.standalone",
     "private": "collective_strategy.sharing",
     "sharded": "collective_strategy.sharing",
@@ -39,6 +44,9 @@ _PLACES = {
     "unmark": "collective_strategy.sharing",
     "CollectiveModule": "collective_strategy.strategies",
     "CollectiveStrategy": "collective_strategy.strategies",
+    "ExplainSharing": "collective_strategy.strategies",
+    "VerifyReplicas": "collective_strategy.strategies",
+    "verify": "collective_strategy.inspection",
     "redistribute": "collective_strategy.collectives",
     "scale_grad": "collective_strategy.collectives",
 }

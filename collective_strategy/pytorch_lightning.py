@@ -13,6 +13,7 @@ from collective_strategy.strategies.environments import (
     ScriptEnvironmentBehaviour,
     SlurmEnvironmentBehaviour,
 )
+from collective_strategy.strategies.inspection_callbacks import ExplainSharingBehaviour, VerifyReplicasBehaviour
 from collective_strategy.strategies.launchers import ProcessLauncherBehaviour, ScriptLauncherBehaviour
 from collective_strategy.strategies.module import CollectiveModule, install
 from collective_strategy.strategies.names import LightningNames
@@ -51,6 +52,14 @@ class StrategyCallback(StrategyCallbackBehaviour, Callback):
     __doc__ = StrategyCallbackBehaviour.__doc__
 
 
+class ExplainSharing(ExplainSharingBehaviour, Callback):
+    __doc__ = ExplainSharingBehaviour.__doc__
+
+
+class VerifyReplicas(VerifyReplicasBehaviour, Callback):
+    __doc__ = VerifyReplicasBehaviour.__doc__
+
+
 class CollectiveStrategy(CollectiveStrategyBehaviour, ParallelStrategy):
     __doc__ = CollectiveStrategyBehaviour.__doc__
     names = NAMES
@@ -63,4 +72,4 @@ class CollectiveStrategy(CollectiveStrategyBehaviour, ParallelStrategy):
 register(NAMES.StrategyRegistry, CollectiveStrategy)
 install(LightningModule, LightningDataModule)
 
-__all__ = ["CollectiveModule", "CollectiveStrategy"]
+__all__ = ["CollectiveModule", "CollectiveStrategy", "ExplainSharing", "VerifyReplicas"]

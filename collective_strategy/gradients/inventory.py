@@ -68,12 +68,12 @@ class Communicators:
         """What the module's parameters (or buffers) are on the model axes."""
         return resolve_roles(module, self.model_axes, unmarked, buffers=buffers, unions=self.model_unions)
 
-    def members(self, axes: tuple[str, ...]) -> tuple[int, ...]:
-        """The ranks of this rank's group over ``axes``."""
+    def members(self, axes: tuple[str, ...], rank: int | None = None) -> tuple[int, ...]:
+        """The ranks of the group over ``axes`` that this rank, or ``rank``, is in."""
         mesh = self.world.mesh
         if mesh is None:
             return tuple(range(self.world.world_size))
-        return mesh.members(axes, self.world.rank)
+        return mesh.members(axes, self.world.rank if rank is None else rank)
 
     @property
     def replicated_data(self) -> tuple[str, ...]:

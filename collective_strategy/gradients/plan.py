@@ -134,31 +134,49 @@ class Plan:
         *,
         interleaved: bool,
     ) -> Plan:
-        """Cuts ``members`` (indices) into buckets, last registered first, because backward is ready with them first."""
-        open_buckets: dict[tuple[Route, torch.dtype, torch.device], list[int]] = {}
-        closed: list[tuple[list[int], Route, torch.dtype]] = []
-        started: set[tuple[Route, torch.dtype, torch.device]] = set()
-        for i in reversed(members):
-            parameter, route = inventory.parameters[i], inventory.routes[i]
-            assert route is not None
-            wire = _wire_dtype(parameter.dtype, reduce_dtype, compression)
-            nbytes = parameter.numel() * wire.itemsize
-            if nbytes >= sizes.large:
-                closed.append(([i], route, wire))
-                continue
-            key = (route, wire, parameter.device)
-            bucket = open_buckets.setdefault(key, [])
-            bucket.append(i)
-            limit = sizes.packed if key in started else sizes.first
-            if sum(inventory.parameters[j].numel() for j in bucket) * wire.itemsize >= limit:
-                closed.append((open_buckets.pop(key), route, wire))
-                started.add(key)
-        closed.extend((bucket, key[0], key[1]) for key, bucket in open_buckets.items())
-        # A bucket is ready when its first registered parameter is.
-        closed.sort(key=lambda item: -min(item[0]))
-        if not interleaved:
-            closed.sort(key=lambda item: item[1].axes)
-        return cls([Bucket(m, inventory, route, communicators.over(route.axes), wire) for m, route, wire in closed])
+        """Buckets for ``members`` (indices)."""
+        cut = cut_into_buckets(inventory, members, sizes, reduce_dtype, compression, interleaved=interleaved)
+        return cls([Bucket(m, inventory, route, communicators.over(route.axes), wire) for m, route, wire in cut])
+
+
+def cut_into_buckets(
+    inventory: Inventory,
+    members: list[int],
+    sizes: BucketSizes,
+    reduce_dtype: torch.dtype | None,
+    compression: torch.dtype | None,
+    *,
+    interleaved: bool,
+) -> list[tuple[list[int], Route, torch.dtype]]:
+    """Cuts ``members`` (indices) into buckets, last registered first, because backward is ready with them first. Local.
+
+    Returns:
+        Members, route and dtype on the way of each, in the order in which they are sent.
+    """
+    open_buckets: dict[tuple[Route, torch.dtype, torch.device], list[int]] = {}
+    closed: list[tuple[list[int], Route, torch.dtype]] = []
+    started: set[tuple[Route, torch.dtype, torch.device]] = set()
+    for i in reversed(members):
+        parameter, route = inventory.parameters[i], inventory.routes[i]
+        assert route is not None
+        wire = _wire_dtype(parameter.dtype, reduce_dtype, compression)
+        nbytes = parameter.numel() * wire.itemsize
+        if nbytes >= sizes.large:
+            closed.append(([i], route, wire))
+            continue
+        key = (route, wire, parameter.device)
+        bucket = open_buckets.setdefault(key, [])
+        bucket.append(i)
+        limit = sizes.packed if key in started else sizes.first
+        if sum(inventory.parameters[j].numel() for j in bucket) * wire.itemsize >= limit:
+            closed.append((open_buckets.pop(key), route, wire))
+            started.add(key)
+    closed.extend((bucket, key[0], key[1]) for key, bucket in open_buckets.items())
+    # A bucket is ready when its first registered parameter is.
+    closed.sort(key=lambda item: -min(item[0]))
+    if not interleaved:
+        closed.sort(key=lambda item: item[1].axes)
+    return closed
 
 
 def _is_plain(gradient: Tensor, wire: torch.dtype) -> bool:

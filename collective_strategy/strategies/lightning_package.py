@@ -13,6 +13,7 @@ from collective_strategy.strategies.environments import (
     ScriptEnvironmentBehaviour,
     SlurmEnvironmentBehaviour,
 )
+from collective_strategy.strategies.inspection_callbacks import ExplainSharingBehaviour, VerifyReplicasBehaviour
 from collective_strategy.strategies.launchers import ProcessLauncherBehaviour, ScriptLauncherBehaviour
 from collective_strategy.strategies.module import install
 from collective_strategy.strategies.names import LightningNames
@@ -49,6 +50,14 @@ class AtomicCheckpointIO(AtomicCheckpointBehaviour, TorchCheckpointIO):
 
 class StrategyCallback(StrategyCallbackBehaviour, Callback):
     __doc__ = StrategyCallbackBehaviour.__doc__
+
+
+class ExplainSharing(ExplainSharingBehaviour, Callback):
+    __doc__ = ExplainSharingBehaviour.__doc__
+
+
+class VerifyReplicas(VerifyReplicasBehaviour, Callback):
+    __doc__ = VerifyReplicasBehaviour.__doc__
 
 
 class CollectiveStrategy(CollectiveStrategyBehaviour, ParallelStrategy):

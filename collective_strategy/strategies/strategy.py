@@ -25,6 +25,7 @@ from collective_strategy.sharing.roles import UnmarkedPolicy
 from collective_strategy.strategies.construction import ConstructionBehaviour
 from collective_strategy.strategies.dataloaders import DataloaderPreparation
 from collective_strategy.strategies.environments import launch_environment
+from collective_strategy.strategies.inspection import InspectionBehaviour
 from collective_strategy.strategies.metrics import MetricConnection
 from collective_strategy.strategies.module import warn_if_taken
 from collective_strategy.strategies.precision import PrecisionConnection
@@ -32,7 +33,7 @@ from collective_strategy.strategies.precision import PrecisionConnection
 log = logging.getLogger("collective_strategy")
 
 
-class CollectiveStrategyBehaviour(ConstructionBehaviour):
+class CollectiveStrategyBehaviour(InspectionBehaviour, ConstructionBehaviour):
     """Data-parallel training over a :class:`Collective`, which modules reach as ``self.collective``.
 
     Cheap to construct and picklable; nothing is opened before ``setup_environment``. There is no wrapper around the
