@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collective_strategy.collectives import redistribute as redistribute
     from collective_strategy.collectives import scale_grad as scale_grad
     from collective_strategy.gradients import GradientReducer as GradientReducer
+    from collective_strategy.inspection import audit as audit
     from collective_strategy.inspection import explain as explain
     from collective_strategy.inspection import verify as verify
     from collective_strategy.sharing import SharedModule as SharedModule
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from collective_strategy.sharing import shared as shared
     from collective_strategy.sharing import unmark as unmark
     from collective_strategy.standalone import init as init
+    from collective_strategy.strategies import AuditSharing as AuditSharing
     from collective_strategy.strategies import CollectiveModule as CollectiveModule
     from collective_strategy.strategies import CollectiveStrategy as CollectiveStrategy
     from collective_strategy.strategies import ExplainSharing as ExplainSharing
@@ -36,12 +38,14 @@ _PLACES = {
     "TorchDistributedCollective": "collective_strategy.collectives",
     "GradientReducer": "collective_strategy.gradients",
     "SharedModule": "collective_strategy.sharing",
+    "audit": "collective_strategy.inspection",
     "explain": "collective_strategy.inspection",
     "init": "collective_strategy.standalone",
     "private": "collective_strategy.sharing",
     "sharded": "collective_strategy.sharing",
     "shared": "collective_strategy.sharing",
     "unmark": "collective_strategy.sharing",
+    "AuditSharing": "collective_strategy.strategies",
     "CollectiveModule": "collective_strategy.strategies",
     "CollectiveStrategy": "collective_strategy.strategies",
     "ExplainSharing": "collective_strategy.strategies",

@@ -13,7 +13,11 @@ from collective_strategy.strategies.environments import (
     ScriptEnvironmentBehaviour,
     SlurmEnvironmentBehaviour,
 )
-from collective_strategy.strategies.inspection_callbacks import ExplainSharingBehaviour, VerifyReplicasBehaviour
+from collective_strategy.strategies.inspection_callbacks import (
+    AuditSharingBehaviour,
+    ExplainSharingBehaviour,
+    VerifyReplicasBehaviour,
+)
 from collective_strategy.strategies.launchers import ProcessLauncherBehaviour, ScriptLauncherBehaviour
 from collective_strategy.strategies.module import CollectiveModule, install
 from collective_strategy.strategies.names import LightningNames
@@ -52,6 +56,10 @@ class StrategyCallback(StrategyCallbackBehaviour, Callback):
     __doc__ = StrategyCallbackBehaviour.__doc__
 
 
+class AuditSharing(AuditSharingBehaviour, Callback):
+    __doc__ = AuditSharingBehaviour.__doc__
+
+
 class ExplainSharing(ExplainSharingBehaviour, Callback):
     __doc__ = ExplainSharingBehaviour.__doc__
 
@@ -72,4 +80,4 @@ class CollectiveStrategy(CollectiveStrategyBehaviour, ParallelStrategy):
 register(NAMES.StrategyRegistry, CollectiveStrategy)
 install(LightningModule, LightningDataModule)
 
-__all__ = ["CollectiveModule", "CollectiveStrategy", "ExplainSharing", "VerifyReplicas"]
+__all__ = ["AuditSharing", "CollectiveModule", "CollectiveStrategy", "ExplainSharing", "VerifyReplicas"]

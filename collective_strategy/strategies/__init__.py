@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 from collective_strategy.strategies.module import CollectiveModule
 
 if TYPE_CHECKING:
+    from collective_strategy.strategies.lightning_package import AuditSharing as AuditSharing
     from collective_strategy.strategies.lightning_package import CollectiveStrategy as CollectiveStrategy
     from collective_strategy.strategies.lightning_package import ExplainSharing as ExplainSharing
     from collective_strategy.strategies.lightning_package import VerifyReplicas as VerifyReplicas
 
-_BOUND_TO_LIGHTNING = ("CollectiveStrategy", "ExplainSharing", "VerifyReplicas")
+_BOUND_TO_LIGHTNING = ("AuditSharing", "CollectiveStrategy", "ExplainSharing", "VerifyReplicas")
 
 __all__ = ["CollectiveModule", *_BOUND_TO_LIGHTNING]
 

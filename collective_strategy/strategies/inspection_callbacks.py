@@ -1,10 +1,11 @@
-"""Callbacks that explain and verify the weights during training. Bound to each Lightning package elsewhere."""
+"""Callbacks that explain, verify and audit the weights during training. Bound to each Lightning package elsewhere."""
 
 from __future__ import annotations
 
 import logging
 from typing import TYPE_CHECKING, Any
 
+from collective_strategy.inspection import Audit, SharingMistakeError
 from collective_strategy.strategies.inspection import InspectionBehaviour
 
 if TYPE_CHECKING:
@@ -86,6 +87,54 @@ class VerifyReplicasBehaviour(_Callback):
         elif report.not_finite and not self._warned:
             self._warned = True
             log.warning("after step %d: %s", trainer.global_step, report)
+
+
+class AuditSharingBehaviour(_Callback):
+    """Audits the marks of the weights on the first batches of training; see `collective_strategy.audit`.
+
+    Each of these batches is run once more, before its own step, without a trace on the module. ``training_step`` must
+    not write to the outside by other means than ``self.log``.
+
+    Args:
+        batches: How many; two at least.
+        raise_on_mistake: Raise where a mark contradicts the gradients. Otherwise, and for questions, warn.
+
+    Raises:
+        SharingMistakeError: on all ranks, naming the weights.
+
+    Example::
+
+        Trainer(strategy=CollectiveStrategy(mesh={"data": -1, "model": 2}), callbacks=[AuditSharing()])
+    """
+
+    def __init__(self, batches: int = 2, *, raise_on_mistake: bool = True) -> None:
+        if isinstance(batches, bool) or not isinstance(batches, int) or batches < 2:
+            raise ValueError(f"AuditSharing needs two batches at least, got {batches!r}.")
+        self.batches, self.raise_on_mistake = batches, raise_on_mistake
+        self._running: Audit | None = None
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self._running = _strategy(self, trainer).start_audit()
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if self._running is not None:
+            _strategy(self, trainer).observe(self._running, batch, batch_idx)
+            if self._running.batches == self.batches:
+                self._report(trainer)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        if self._running is not None and self._running.batches:
+            self._report(trainer)
+        self._running = None
+
+    def _report(self, trainer: Any) -> None:
+        assert self._running is not None
+        running, self._running = self._running, None
+        report = running.report()
+        if trainer.is_global_zero:
+            log.log(logging.INFO if report.ok else logging.WARNING, "%s", report)
+        if report.mistakes and self.raise_on_mistake:
+            raise SharingMistakeError(report)
 
 
 def _strategy(callback: Any, trainer: Any) -> InspectionBehaviour:

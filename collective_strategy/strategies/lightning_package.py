@@ -13,7 +13,11 @@ from collective_strategy.strategies.environments import (
     ScriptEnvironmentBehaviour,
     SlurmEnvironmentBehaviour,
 )
-from collective_strategy.strategies.inspection_callbacks import ExplainSharingBehaviour, VerifyReplicasBehaviour
+from collective_strategy.strategies.inspection_callbacks import (
+    AuditSharingBehaviour,
+    ExplainSharingBehaviour,
+    VerifyReplicasBehaviour,
+)
 from collective_strategy.strategies.launchers import ProcessLauncherBehaviour, ScriptLauncherBehaviour
 from collective_strategy.strategies.module import install
 from collective_strategy.strategies.names import LightningNames
@@ -50,6 +54,10 @@ class AtomicCheckpointIO(AtomicCheckpointBehaviour, TorchCheckpointIO):
 
 class StrategyCallback(StrategyCallbackBehaviour, Callback):
     __doc__ = StrategyCallbackBehaviour.__doc__
+
+
+class AuditSharing(AuditSharingBehaviour, Callback):
+    __doc__ = AuditSharingBehaviour.__doc__
 
 
 class ExplainSharing(ExplainSharingBehaviour, Callback):
