@@ -20,6 +20,9 @@ class StrategyCallbackBehaviour(_Callback):
         # before ModelCheckpoint(save_on_exception=True) saves, which ends in a barrier
         self._strategy.on_exception(exception)
 
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._strategy.before_train_start()
+
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         # Lightning calls the strategy after the module's own hook
         self._strategy.sync_buffers("the start of validation")

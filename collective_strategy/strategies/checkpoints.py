@@ -1,13 +1,34 @@
-"""Checkpoints that are either complete or not there."""
+"""Checkpoints that are either complete or not there: files without a model axis, directories with one."""
 
-import os
-import uuid
+import logging
 from typing import TYPE_CHECKING, Any
+
+import torch
+
+from collective_strategy.checkpoints import (
+    CheckpointError,
+    is_checkpoint,
+    load_checkpoint,
+    remove_checkpoint,
+    save_checkpoint,
+)
+from collective_strategy.checkpoints.folders import is_remote
+from collective_strategy.checkpoints.layout import ModelAxes
+from collective_strategy.checkpoints.loading import saved_random_states
+from collective_strategy.checkpoints.optimizers import refuse_other_parameters
+from collective_strategy.checkpoints.random_state import RandomStates, random_states, set_random_states
+from collective_strategy.checkpoints.saving import PARAMETERS
+from collective_strategy.checkpoints.storage import replacing
+from collective_strategy.gradients.inventory import Communicators
+from collective_strategy.sharing.roles import UnmarkedPolicy
+from collective_strategy.strategies.construction import ConstructionBehaviour
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.io import TorchCheckpointIO as _TorchCheckpointIO
 else:
     _TorchCheckpointIO = object
+
+log = logging.getLogger("collective_strategy")
 
 
 class AtomicCheckpointBehaviour(_TorchCheckpointIO):
@@ -18,17 +39,156 @@ class AtomicCheckpointBehaviour(_TorchCheckpointIO):
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        if "://" in str(path):
+        if is_remote(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        target = os.fspath(path)
-        # in the same directory, because a rename between file systems is a copy
-        temporary = os.path.join(os.path.dirname(target), f".{os.path.basename(target)}.{uuid.uuid4().hex}.tmp")
-        try:
+        with replacing(str(path)) as temporary:
             super().save_checkpoint(checkpoint, temporary, storage_options)
-            with open(temporary, "rb") as written:
-                os.fsync(written.fileno())
-            os.replace(temporary, target)
-        finally:
-            if os.path.exists(temporary):
-                os.remove(temporary)
+
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        if is_checkpoint(path):
+            raise CheckpointError(
+                f"{path} is a checkpoint directory of several model ranks, which no single process reads like a file."
+                " Give it to trainer.fit(ckpt_path=...) with CollectiveStrategy, or make one file of it: python -m"
+                f" collective_strategy.checkpoints consolidate {path} OUT."
+            )
+        return super().load_checkpoint(path, *args, **kwargs)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        if is_checkpoint(path):
+            remove_checkpoint(path)
+        else:
+            super().remove_checkpoint(path)
+
+
+class CheckpointBehaviour(ConstructionBehaviour):
+    """What the Trainer's ``save_checkpoint``, ``ckpt_path=`` and ModelCheckpoint do over a mesh."""
+
+    _unmarked: UnmarkedPolicy
+    _resumed: "ResumedRandomness | None" = None
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """One ordinary file by rank 0, or with a model axis of more than one rank a directory by all."""
+        if not self._model_axes.sizes:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        if storage_options is not None:
+            raise TypeError(
+                "save_checkpoint(storage_options=...) is not possible with model-parallel ranks, whose checkpoints do"
+                " not go through the CheckpointIO. Leave it out; fsspec reads its settings from its own files."
+            )
+        self._refuse_other_io()
+        # after an error on some rank nobody can have all pieces
+        if self._can_communicate(f"the checkpoint {filepath}"):
+            module = self.lightning_module
+            assert module is not None
+            save_checkpoint(
+                str(filepath),
+                checkpoint,
+                module,
+                self.collective,
+                optimizers=self.optimizers,
+                unmarked=self._unmarked,
+            )
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """What this rank holds of the checkpoint; the mesh may be another one than when it was saved."""
+        directory = is_checkpoint(checkpoint_path)
+        if self._model_axes.sizes:
+            directory = self.collective.broadcast_object(directory)
+        if not directory:
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        module = self.lightning_module
+        assert module is not None
+        fitting = module.trainer.state.fn == self.names.TrainerFn.FITTING
+        checkpoint = load_checkpoint(
+            str(checkpoint_path),
+            module,
+            self.collective,
+            unmarked=self._unmarked,
+            optimizers=fitting,
+            strict=module.strict_loading,
+            weights_only=weights_only,
+        )
+        if fitting:
+            states = saved_random_states(str(checkpoint_path), self.collective)
+            if states is None:
+                self.names.rank_zero_info(
+                    f"{checkpoint_path} was saved on another mesh, so the states of the random number generators are"
+                    " not restored: what is drawn from now on differs from a run that was not interrupted."
+                )
+            else:
+                self._resumed = ResumedRandomness(states, self.root_device)
+        return checkpoint
+
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        module = self.lightning_module
+        assert module is not None
+        for k, (names, optimizer) in enumerate(zip(checkpoint.get(PARAMETERS, ()), self.optimizers, strict=False)):
+            refuse_other_parameters(names, optimizer, module, k)
+        super().load_optimizer_state_dict(checkpoint)
+
+    # -- random numbers ------------------------------------------------------------------------------------------------
+
+    def before_training_data(self) -> None:
+        """The moment before the training data's iterator is made, which draws the workers' seed."""
+        if self._resumed is not None:
+            self._resumed.restore()
+
+    def before_train_start(self) -> None:
+        """The moment before the user's ``on_train_start`` hooks, which the uninterrupted run did not come by again."""
+        if self._resumed is not None:
+            self._resumed.note()
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        if self._resumed is not None:
+            module = self.lightning_module
+            assert module is not None
+            progress = module.trainer.fit_loop.epoch_loop.batch_progress
+            amid_epoch = progress.current.ready > 0 and not progress.is_last_batch
+            self._resumed.go_on(amid_epoch)
+            self._resumed = None
+
+    # -- which kind of checkpoint --------------------------------------------------------------------------------------
+
+    @property
+    def _model_axes(self) -> ModelAxes:
+        if not self.collective.is_set_up:
+            return ModelAxes.one()
+        return ModelAxes.of(self.collective, Communicators(self.collective))
+
+    def _refuse_other_io(self) -> None:
+        io = self.checkpoint_io
+        while isinstance(io, self.names.WrappingCheckpointIO):
+            io = io.checkpoint_io
+        if io is not None and not isinstance(io, self.checkpoint_io_class):
+            ranks = len(self._model_axes.writers)
+            raise self.names.MisconfigurationException(
+                f"The CheckpointIO {type(io).__name__} writes one file from one process, but the {ranks} model"
+                " ranks hold different pieces, which this strategy writes itself. Leave checkpoint_io out, or make"
+                " one file of a checkpoint afterwards with collective_strategy.consolidate()."
+            )
+
+
+class ResumedRandomness:
+    """Puts the random number generators where they were when the checkpoint was saved.
+
+    Between loading and the first batch Lightning and the user's hooks draw numbers that the uninterrupted run did not
+    draw there, or drew earlier. So the states are set more than once: before the training data's iterator is made,
+    which draws the seed of its workers as at the start of every epoch, and again before the first batch. Amid an epoch
+    the uninterrupted run had its iterator already.
+    """
+
+    def __init__(self, states: RandomStates, device: torch.device) -> None:
+        self._saved = self._after_iterator = states
+        self._device = device
+
+    def restore(self) -> None:
+        set_random_states(self._saved, self._device)
+
+    def note(self) -> None:
+        self._after_iterator = random_states(self._device)
+
+    def go_on(self, amid_epoch: bool) -> None:
+        set_random_states(self._saved if amid_epoch else self._after_iterator, self._device)

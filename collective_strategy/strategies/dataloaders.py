@@ -2,7 +2,7 @@
 
 import copy
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -71,8 +71,11 @@ class DataloaderPreparation:
     sample to one rank and equally many batches to all.
     """
 
-    def __init__(self, names: LightningNames, trainer: Any, collective: Collective) -> None:
+    def __init__(
+        self, names: LightningNames, trainer: Any, collective: Collective, before_iteration: Callable[[], None]
+    ) -> None:
         self._names, self._trainer, self._collective = names, trainer, collective
+        self._before_iteration = before_iteration
         self._connector = trainer._data_connector
         self._announced: dict[int, int] = {}
 
@@ -85,7 +88,8 @@ class DataloaderPreparation:
             self._names.auto_add_worker_init_fn(prepared, self._collective.rank)
         if training:
             self.announce_epoch(prepared, self._trainer.fit_loop.epoch_progress.current.processed)
-            return self._in_lockstep(prepared)
+            prepared = self._in_lockstep(prepared)
+            self._before_iteration()
         return prepared
 
     def announce_epoch(self, dataloader: Any, epoch: int) -> None:

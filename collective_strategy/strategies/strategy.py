@@ -22,7 +22,7 @@ from collective_strategy.gradients.reducer import GradientReducer
 from collective_strategy.gradients.replicas import agree_on_buffers, broadcast_replicas
 from collective_strategy.sharing.marks import record_marks, restore_marks
 from collective_strategy.sharing.roles import UnmarkedPolicy
-from collective_strategy.strategies.construction import ConstructionBehaviour
+from collective_strategy.strategies.checkpoints import CheckpointBehaviour
 from collective_strategy.strategies.dataloaders import DataloaderPreparation
 from collective_strategy.strategies.environments import launch_environment
 from collective_strategy.strategies.inspection import InspectionBehaviour
@@ -33,7 +33,7 @@ from collective_strategy.strategies.precision import PrecisionConnection
 log = logging.getLogger("collective_strategy")
 
 
-class CollectiveStrategyBehaviour(InspectionBehaviour, ConstructionBehaviour):
+class CollectiveStrategyBehaviour(InspectionBehaviour, CheckpointBehaviour):
     """Data-parallel training over a :class:`Collective`, which modules reach as ``self.collective``.
 
     Cheap to construct and picklable; nothing is opened before ``setup_environment``. There is no wrapper around the
@@ -150,7 +150,7 @@ class CollectiveStrategyBehaviour(InspectionBehaviour, ConstructionBehaviour):
     def _attach(self, trainer: Any) -> None:
         trainer.callbacks[:] = [c for c in trainer.callbacks if not isinstance(c, self.callback_class)]
         trainer.callbacks.insert(0, self.callback_class(self))
-        self._preparation = DataloaderPreparation(self.names, trainer, self.collective.data)
+        self._preparation = DataloaderPreparation(self.names, trainer, self.collective.data, self.before_training_data)
         trainer._data_connector._prepare_dataloader = self._preparation
         for user in (trainer.lightning_module, trainer.datamodule):
             if user is not None:
