@@ -12,7 +12,7 @@ from collective_strategy.collectives.checks import CheckMode
 from collective_strategy.collectives.collective import Collective
 from collective_strategy.collectives.environment import read_environment
 from collective_strategy.collectives.layout import NO_DEFAULT
-from collective_strategy.collectives.registry import collective_class
+from collective_strategy.collectives.registry import automatic_backend, collective_class
 
 
 def init(
@@ -29,7 +29,7 @@ def init(
     """Sets up a collective from the launcher's environment variables. Every process calls it.
 
     Args:
-        backend: A name out of `available_collectives()`.
+        backend: A name out of `available_collectives()`, or ``"auto"``: Horovod under Horovod's launchers, else torch.
         mesh, unions, data_axis, timeout, check, device: See `Collective`.
         **backend_options: For the backend's constructor; for ``"torch"``: ``backend="gloo"``.
 
@@ -46,9 +46,10 @@ def init(
         ...     total = collective.all_reduce(1)
     """
     environment = read_environment()
+    backend = automatic_backend() if backend == "auto" else backend
+    if environment.source == "single" and backend in ("torch", "horovod"):
+        backend, backend_options = "single", {}
     chosen = collective_class(backend)
-    if environment.source == "single" and backend == "torch":
-        chosen, backend_options = collective_class("single"), {}
     collective = chosen(
         mesh=mesh, unions=unions, data_axis=data_axis, timeout=timeout, check=check, device=device, **backend_options
     )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any
 
 from collective_strategy.collectives.collective import Collective
+from collective_strategy.collectives.horovod_environment import is_horovod_job
 
 ENTRY_POINT_GROUP = "collective_strategy.collectives"
 
@@ -23,7 +25,15 @@ def _single() -> type[Collective]:
     return SingleProcessCollective
 
 
-_registry: dict[str, Callable[[], type[Collective]]] = {"torch": _torch, "single": _single}
+def _horovod() -> type[Collective]:
+    from collective_strategy.collectives.horovod import HorovodCollective
+    from collective_strategy.collectives.horovod_runtime import require_horovod
+
+    require_horovod()
+    return HorovodCollective
+
+
+_registry: dict[str, Callable[[], type[Collective]]] = {"torch": _torch, "single": _single, "horovod": _horovod}
 
 
 def register_collective(name: str, collective: type[Collective], *, overwrite: bool = False) -> None:
@@ -49,6 +59,11 @@ def register_collective(name: str, collective: type[Collective], *, overwrite: b
 def available_collectives() -> list[str]:
     """Known names, sorted; entry points of the group ``collective_strategy.collectives`` included."""
     return sorted({*_registry, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))})
+
+
+def automatic_backend() -> str:
+    """The backend that ``"auto"`` means here: ``"horovod"`` under Horovod's launchers, else ``"torch"``."""
+    return "horovod" if is_horovod_job(os.environ) else "torch"
 
 
 def collective_class(name: str) -> type[Collective]:

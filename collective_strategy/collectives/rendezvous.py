@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import socket
 from datetime import timedelta
 
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from collective_strategy.collectives.environment import LaunchEnvironment
-from collective_strategy.collectives.errors import RendezvousError
+from collective_strategy.collectives.errors import EnvironmentConfigError, RendezvousError
+from collective_strategy.collectives.key_value import KeyValueClient
 from collective_strategy.collectives.side_channel import second_connection
 
 
@@ -83,6 +85,13 @@ def _connect(environment: LaunchEnvironment, timeout: timedelta) -> Store:
     serves = environment.rank == 0 and not environment.store_is_served
     if environment.world_size == 1 and port == 0:
         return HashStore()
+    if environment.key_value:
+        return _connect_through_launcher(environment, timeout)
+    if port == 0:
+        raise EnvironmentConfigError(
+            f"{environment.source} says that this is rank {environment.rank} of {environment.world_size}, but not "
+            "where the processes meet. Set MASTER_ADDR and MASTER_PORT, equal on all ranks (mpirun -x MASTER_PORT=...)."
+        )
     try:
         return TCPStore(host, port, None, serves, timeout, wait_for_workers=False)
     except Exception as error:
@@ -95,6 +104,34 @@ def _connect(environment: LaunchEnvironment, timeout: timedelta) -> Store:
             f"rank {environment.rank} of {environment.world_size} did not reach rank 0 at {host}:{port} within "
             f"{timeout.total_seconds():g} s: {error}. Start all processes, with the same MASTER_ADDR and MASTER_PORT."
         ) from error
+
+
+def _connect_through_launcher(environment: LaunchEnvironment, timeout: timedelta) -> Store:
+    """Rank 0 listens at a free port and writes it into the launcher's key-value server."""
+    server = KeyValueClient(environment.key_value, "collective_strategy")
+    rank, seconds = environment.rank, timeout.total_seconds()
+    try:
+        if rank == 0:
+            host = _own_address(environment.master_addr, environment.master_port)
+            store = TCPStore(host, 0, None, True, timeout, wait_for_workers=False)
+            server.put("store", f"{host} {store.port}")
+            return store
+        host, _, port = server.wait("store", seconds).partition(" ")
+        return TCPStore(host, int(port), None, False, timeout, wait_for_workers=False)
+    except Exception as error:
+        raise RendezvousError(
+            f"rank {rank} of {environment.world_size} did not meet rank 0 through the launcher's server at "
+            f"{environment.key_value} within {seconds:g} s: {error}. Rank 0 has not started or has ended: look at its "
+            "output; see that every host reaches the one that the job was launched on."
+        ) from error
+
+
+def _own_address(other: str, port: int) -> str:
+    """The address of this host that ``other`` sees; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((other, port))
+        address: str = probe.getsockname()[0]
+        return address
 
 
 def _missing(store: Store, environment: LaunchEnvironment, timeout: timedelta, where: str) -> str:

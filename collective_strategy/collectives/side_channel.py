@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store
+
+from collective_strategy.collectives.errors import CollectiveError
 
 
 class SideChannel:
@@ -29,9 +31,28 @@ class SideChannel:
         """The same keys over the second connection."""
         return None if self._twin is None else SideChannel(self._twin)
 
+    def reconnected(self) -> SideChannel:
+        """The same keys over a connection of its own, which a thread may keep waiting.
+
+        Raises:
+            CollectiveError: the store has no second connection.
+        """
+        connection = second_connection(self._store)
+        if connection is None:
+            raise CollectiveError("the store cannot be connected to a second time; update torch.")
+        return SideChannel(connection)
+
     def set(self, key: str, value: str) -> None:
         """Writes a value."""
         self._store.set(key, value)
+
+    def set_all(self, values: Mapping[str, str]) -> None:
+        """Writes several values in one message."""
+        self._store.multi_set(list(values), list(values.values()))  # type: ignore[attr-defined]  # missing in the stubs
+
+    def add(self, key: str) -> int:
+        """Counts a key up by one; the new count."""
+        return int(self._store.add(key, 1))
 
     def collect(self, keys: Sequence[str], timeout: timedelta) -> list[str]:
         """Waits until all keys exist and reads them.

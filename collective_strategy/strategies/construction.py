@@ -61,7 +61,12 @@ class ConstructionBehaviour(CommunicationBehaviour):
         """Replaces Lightning's guess by the standard variables where a launcher set them; a user's own class stays."""
         launched, script, slurm = self.environment_classes
         names = self.names
-        guessed = (names.LightningEnvironment, names.TorchElasticEnvironment, names.SLURMEnvironment)
+        guessed = (
+            names.LightningEnvironment,
+            names.TorchElasticEnvironment,
+            names.SLURMEnvironment,
+            names.MPIEnvironment,
+        )
         if environment is not None and type(environment) in guessed:
             if launched_by_variables():
                 environment = launched()

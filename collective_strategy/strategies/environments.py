@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from collective_strategy.collectives.environment import JOB_VARIABLE, LaunchEnvironment, is_slurm_step, read_environment
 from collective_strategy.collectives.errors import EnvironmentConfigError
+from collective_strategy.collectives.horovod_environment import is_horovod_job, is_mpi_job
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins.environments import LightningEnvironment as _LightningEnvironment
@@ -19,6 +20,8 @@ def launched_by_variables() -> bool:
     ``WORLD_SIZE`` with ``NODE_RANK`` alone is Lightning's way to start one process per node by hand: the script then
     launches the rest of its node itself.
     """
+    if is_horovod_job(os.environ) or is_mpi_job(os.environ):
+        return True
     per_node = "NODE_RANK" in os.environ and "RANK" not in os.environ and "LOCAL_RANK" not in os.environ
     return ("RANK" in os.environ or "WORLD_SIZE" in os.environ) and not per_node
 
@@ -96,9 +99,22 @@ def check_devices(launch: LaunchEnvironment, num_devices: int, num_nodes: int) -
     Raises:
         EnvironmentConfigError: it names both numbers and who set them.
     """
-    if num_devices * num_nodes == launch.world_size:
+    # horovodrun says how many processes each node has, which need not be what the Trainer believes
+    fits_node = launch.source != "horovod" or num_devices == launch.local_world_size
+    if num_devices * num_nodes == launch.world_size and fits_node:
         return
-    size = {"slurm": "SLURM_NTASKS"}.get(launch.source, "WORLD_SIZE")
+    size = {"slurm": "SLURM_NTASKS", "horovod": "HOROVOD_SIZE", "mpirun": "its world size"}.get(
+        launch.source, "WORLD_SIZE"
+    )
+    if not fits_node and launch.world_size % launch.local_world_size == 0:
+        num_nodes_here = launch.world_size // launch.local_world_size
+        raise EnvironmentConfigError(
+            f"The Trainer has devices={num_devices} and num_nodes={num_nodes}, but horovodrun started"
+            f" {launch.local_world_size} processes on this node and {launch.world_size} in all"
+            f" (HOROVOD_LOCAL_SIZE={launch.local_world_size}, HOROVOD_SIZE={launch.world_size}). Every process needs"
+            f" one device: set devices={launch.local_world_size} and num_nodes={num_nodes_here}, or start"
+            f" {num_devices * num_nodes} processes."
+        )
     fitting = launch.world_size // num_nodes
     raise EnvironmentConfigError(
         f"The Trainer has devices={num_devices} and num_nodes={num_nodes}, which is {num_devices * num_nodes}"

@@ -22,6 +22,7 @@ class LightningNames:
     LightningEnvironment: Any
     TorchElasticEnvironment: Any
     SLURMEnvironment: Any
+    MPIEnvironment: Any
     TrainerFn: Any
     RunningStage: Any
     TrainerStatus: Any
@@ -62,6 +63,7 @@ class LightningNames:
             LightningEnvironment=get(environments, "LightningEnvironment"),
             TorchElasticEnvironment=get(environments, "TorchElasticEnvironment"),
             SLURMEnvironment=get(environments, "SLURMEnvironment"),
+            MPIEnvironment=get(environments, "MPIEnvironment"),
             TrainerFn=get(states, "TrainerFn"),
             RunningStage=get(states, "RunningStage"),
             TrainerStatus=get(states, "TrainerStatus"),

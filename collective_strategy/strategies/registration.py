@@ -2,7 +2,12 @@
 
 from typing import Any
 
-_NAMES = {"collective": "auto", "collective_torch": "torch", "collective_single": "single"}
+_NAMES = {
+    "collective": "auto",
+    "collective_torch": "torch",
+    "collective_single": "single",
+    "collective_horovod": "horovod",
+}
 
 
 def register(registry: Any, strategy: Any) -> None:

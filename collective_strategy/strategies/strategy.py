@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from collective_strategy.collectives.checks import CheckMode
 from collective_strategy.collectives.collective import Collective
 from collective_strategy.collectives.layout import NO_DEFAULT
-from collective_strategy.collectives.registry import collective_class
+from collective_strategy.collectives.registry import automatic_backend, collective_class
 from collective_strategy.gradients.inventory import Communicators, Inventory
 from collective_strategy.gradients.plan import BucketSizes
 from collective_strategy.gradients.reducer import GradientReducer
@@ -41,8 +41,9 @@ class CollectiveStrategyBehaviour(InspectionBehaviour, CheckpointBehaviour):
     backward, buffers are those of the first data rank at the start of validation and in checkpoints.
 
     Args:
-        collective: the backend's name (``"torch"``, ``"single"``, or one that was registered), ``"auto"`` (torch), or
-            a :class:`Collective`, which then has all of the following settings itself.
+        collective: the backend's name (``"torch"``, ``"horovod"``, ``"single"``, or one that was registered),
+            ``"auto"`` (Horovod under Horovod's launchers, else torch), or a :class:`Collective`, which then has all of
+            the following settings itself.
         mesh, unions, data_axis: the layout of the ranks, see :class:`Collective`.
         timeout: seconds or timedelta for set-up and every operation; 30 minutes if not given.
         check: compare the ranks' calls before data moves; ``"auto"`` means on up to 16 ranks.
@@ -330,5 +331,5 @@ def _make_collective(
         return collective
     if not isinstance(collective, str):
         raise TypeError(f"collective must be a backend's name or a Collective, got {collective!r}.")
-    make: Callable[..., Collective] = collective_class("torch" if collective == "auto" else collective)
+    make: Callable[..., Collective] = collective_class(automatic_backend() if collective == "auto" else collective)
     return make(**settings, **backend_options)

@@ -78,8 +78,11 @@ def _live_groups() -> int:
 
 def _threads() -> dict[int, str]:
     # A thread that Python did not start (autograd's, gloo's) shows up as a dummy once it ran Python code, for ever.
+    # A backend's runtime that belongs to the process, not to a collective, names its threads "process-wide ...".
     return {
         thread.ident: thread.name
         for thread in threading.enumerate()
-        if thread.ident is not None and not isinstance(thread, threading._DummyThread)
+        if thread.ident is not None
+        and not isinstance(thread, threading._DummyThread)
+        and not thread.name.startswith("process-wide ")
     }

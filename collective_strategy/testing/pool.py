@@ -155,8 +155,8 @@ class Pool:
         return {worker.connection: worker for worker in self.workers}
 
     def close(self) -> None:
-        """Kills the workers. They hold nothing that needs an orderly end."""
-        for worker in self.workers:
+        """Kills the workers. They hold nothing that needs an orderly end, but rank 0 serves the others' store."""
+        for worker in reversed(self.workers):
             worker.kill()
 
 

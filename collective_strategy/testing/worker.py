@@ -108,6 +108,7 @@ def _serve_call(connection: Connection, call: Call, stacks: int) -> None:
     before: ProcessState | None = None
     failure: str | None = None
     was_set_up = False
+    raised: type[BaseException] | None = None
     # A thread of the fault handler's, which neither a lock held by Python nor a signal that is taken can stop.
     faulthandler.dump_traceback_later(call.limit, file=stacks)
     try:
@@ -123,7 +124,7 @@ def _serve_call(connection: Connection, call: Call, stacks: int) -> None:
             was_set_up = True
         report = Report(value=pack(work.function(collective, *work.arguments)))
     except BaseException as error:  # SystemExit and pytest's outcomes too
-        report = Report(error=pack(error), traceback=_traceback(error))
+        report, raised = Report(error=pack(error), traceback=_traceback(error)), type(error)
     faulthandler.cancel_dump_traceback_later()
     if collective is not None:
         report = replace(report, broken=collective.broken if was_set_up else "it could not be set up")
@@ -134,7 +135,7 @@ def _serve_call(connection: Connection, call: Call, stacks: int) -> None:
     faulthandler.dump_traceback_later(CLOSING_LIMIT, file=stacks)
     try:
         if collective is not None:
-            collective.teardown()
+            collective.__exit__(raised, None, None)  # the tear-down, with or without an error
     except BaseException as error:
         failure = _traceback(error)
     collective = None
