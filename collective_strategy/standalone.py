@@ -16,7 +16,7 @@ from collective_strategy.collectives.registry import automatic_backend, collecti
 
 
 def init(
-    backend: str = "torch",
+    backend: str = "auto",
     *,
     mesh: Mapping[str, int] | None = None,
     unions: Mapping[str, Sequence[str]] | None = None,
@@ -29,7 +29,8 @@ def init(
     """Sets up a collective from the launcher's environment variables. Every process calls it.
 
     Args:
-        backend: A name out of `available_collectives()`, or ``"auto"``: Horovod under Horovod's launchers, else torch.
+        backend: A name out of `available_collectives()`, or ``"auto"``: the one that COLLECTIVE_STRATEGY_BACKEND names,
+            else Horovod under Horovod's launchers, else torch.
         mesh, unions, data_axis, timeout, check, device: See `Collective`.
         **backend_options: For the backend's constructor; for ``"torch"``: ``backend="gloo"``.
 

@@ -134,7 +134,8 @@ class HorovodCollective(Collective):
     ) -> Handle:
         name = f"{self._prefix}/{self._scope}/{self._operations[self._scope]}"
         group = self._group or self._horovod().global_process_set  # one process has the world and parts equal to it
-        handle = start(x, name=name, process_set=group, **arguments)
+        with torch.inference_mode(False):  # Horovod's thread resizes the result, which it could not inside
+            handle = start(x, name=name, process_set=group, **arguments)
         self._operations[self._scope] += 1
         return _HorovodHandle(self._horovod(), handle, self.timeout.total_seconds(), finish)
 

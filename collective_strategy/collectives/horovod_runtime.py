@@ -79,7 +79,11 @@ def wait_for(hvd: Any, handle: int, seconds: float) -> Any:
             raise TimeoutError("timed out in Horovod: not all ranks have started this operation")
         time.sleep(pause)
         pause = min(1.5 * pause, _LONGEST_PAUSE)
-    return hvd.synchronize(handle)
+    try:
+        return hvd.synchronize(handle)
+    except RuntimeError as error:
+        # of its own kind, without the native stack that torch appends
+        raise type(error)(str(error).partition("\nException raised from")[0]) from None
 
 
 class HorovodRuntime:

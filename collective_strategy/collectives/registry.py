@@ -11,6 +11,7 @@ from collective_strategy.collectives.collective import Collective
 from collective_strategy.collectives.horovod_environment import is_horovod_job
 
 ENTRY_POINT_GROUP = "collective_strategy.collectives"
+BACKEND_VARIABLE = "COLLECTIVE_STRATEGY_BACKEND"
 
 
 def _torch() -> type[Collective]:
@@ -62,8 +63,13 @@ def available_collectives() -> list[str]:
 
 
 def automatic_backend() -> str:
-    """The backend that ``"auto"`` means here: ``"horovod"`` under Horovod's launchers, else ``"torch"``."""
-    return "horovod" if is_horovod_job(os.environ) else "torch"
+    """The backend that ``"auto"`` means here.
+
+    The one that the environment variable COLLECTIVE_STRATEGY_BACKEND names; else ``"horovod"`` under Horovod's
+    launchers; else ``"torch"``.
+    """
+    named = os.environ.get(BACKEND_VARIABLE)
+    return named or ("horovod" if is_horovod_job(os.environ) else "torch")
 
 
 def collective_class(name: str) -> type[Collective]:

@@ -42,8 +42,8 @@ class CollectiveStrategyBehaviour(InspectionBehaviour, CheckpointBehaviour):
 
     Args:
         collective: the backend's name (``"torch"``, ``"horovod"``, ``"single"``, or one that was registered),
-            ``"auto"`` (Horovod under Horovod's launchers, else torch), or a :class:`Collective`, which then has all of
-            the following settings itself.
+            ``"auto"`` (the one that the environment variable COLLECTIVE_STRATEGY_BACKEND names, else Horovod under
+            Horovod's launchers, else torch), or a :class:`Collective`, which then has all of the following settings.
         mesh, unions, data_axis: the layout of the ranks, see :class:`Collective`.
         timeout: seconds or timedelta for set-up and every operation; 30 minutes if not given.
         check: compare the ranks' calls before data moves; ``"auto"`` means on up to 16 ranks.

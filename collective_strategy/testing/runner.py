@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from collective_strategy.collectives.registry import automatic_backend
 from collective_strategy.testing.outcome import (
     LeakedStateError,
     Outcome,
@@ -34,7 +35,7 @@ def run_ranks(
     n: int,
     fn: Callable[..., Any],
     *args: Any,
-    backend: str | type | None = "torch",
+    backend: str | type | None = "auto",
     mesh: Mapping[str, int] | None = None,
     unions: Mapping[str, Any] | None = None,
     timeout: float = 60,
@@ -48,8 +49,9 @@ def run_ranks(
     Args:
         n: How many ranks; 1 is a process too.
         fn: Any function, a closure or lambda too. It and ``args`` reach every rank as a copy of its own.
-        backend: A registered name, a ``Collective`` class, or ``None`` for processes with the launcher's environment
-            variables and no collective (``fn`` then gets ``None``).
+        backend: A registered name, ``"auto"`` (the one that the environment variable COLLECTIVE_STRATEGY_BACKEND names,
+            else torch), a ``Collective`` class, or ``None`` for processes with the launcher's environment variables and
+            no collective (``fn`` then gets ``None``).
         mesh, unions, collective_options: Handed to the collective's constructor.
         timeout: Seconds, the time-out of the collective's own operations.
         grace: Seconds beyond ``timeout`` after which a rank that has not come back counts as hanging.
@@ -77,6 +79,8 @@ def run_ranks(
         raise ValueError(f"run_ranks needs at least one rank, not {n}")
     if env and not fresh:
         raise ValueError("env= needs fresh=True: a warm process may have read its variables already")
+    if backend == "auto":
+        backend = automatic_backend()
     options = {"mesh": mesh, "unions": unions, "timeout": timeout, **collective_options}
     work = work_bytes(fn, args, backend, options)
     with _lock:

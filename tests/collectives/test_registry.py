@@ -17,6 +17,7 @@ from collective_strategy.collectives import (
     register_collective,
 )
 from collective_strategy.collectives import registry as registry_module
+from collective_strategy.collectives.registry import automatic_backend
 
 
 @pytest.fixture
@@ -94,3 +95,21 @@ def test_an_entry_point_of_another_package_is_found_and_loaded_on_use(tmp_path: 
 def test_abstract_classes_cannot_be_constructed() -> None:
     with pytest.raises(TypeError, match="abstract"):
         Collective()  # type: ignore[abstract]
+
+
+@pytest.mark.parametrize(
+    ("variables", "backend"),
+    [
+        ({}, "torch"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "torch"),
+        ({"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"}, "horovod"),
+        ({"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2", "COLLECTIVE_STRATEGY_BACKEND": "torch"}, "torch"),
+        ({"COLLECTIVE_STRATEGY_BACKEND": "single"}, "single"),
+    ],
+)
+def test_what_auto_means(variables: dict[str, str], backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "HOROVOD_RANK", "HOROVOD_SIZE", "COLLECTIVE_STRATEGY_BACKEND"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert automatic_backend() == backend

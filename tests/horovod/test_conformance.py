@@ -1,7 +1,26 @@
 """The suite that every backend must pass, unchanged, on Horovod."""
 
+from collections.abc import Iterator
+
+import pytest
+
+from collective_strategy.testing import close_pools
 from collective_strategy.testing.conformance import CollectiveConformance
 
 
-class TestHorovod(CollectiveConformance):
+class OnHorovod(CollectiveConformance):
     backend = "horovod"
+
+    @pytest.fixture(scope="class", autouse=True)
+    def leave_the_processor(self) -> Iterator[None]:
+        """Horovod's thread looks for work every millisecond, in idle processes too."""
+        yield
+        close_pools()
+
+
+class TestTwoRanks(OnHorovod):
+    world_sizes = (2,)
+
+
+class TestFourRanks(OnHorovod):
+    world_sizes = (4,)

@@ -79,3 +79,17 @@ def test_the_names_are_registered_whichever_package_is_imported_first(first):
 
 def test_the_package_says_that_it_is_typed():
     assert files("collective_strategy").joinpath("py.typed").is_file()
+
+
+def test_without_horovod_the_error_has_the_command_that_installs_it():
+    script = """
+    import collective_strategy
+    from collective_strategy.collectives import collective_class
+    try:
+        collective_class("horovod")
+    except ImportError as error:
+        print("python -m collective_strategy.install_horovod" in str(error))
+    with collective_strategy.init("horovod") as collective:  # one process needs no library
+        print(collective.world_size)
+    """
+    assert run_without(["horovod"], script) == ["True", "1"]

@@ -53,7 +53,7 @@ def test_names_are_registered_and_work_on_one_device(strategy: str) -> None:
     assert not trainer.strategy.collective.is_set_up
 
 
-@pytest.mark.parametrize("missing", ["collective_horovod", "collective_xla"])
+@pytest.mark.parametrize("missing", ["collective_xla", "collective_gloo"])
 def test_names_of_backends_that_do_not_exist_are_not_registered(missing: str) -> None:
     with pytest.raises(ValueError, match="invalid strategy name"):
         _trainer(missing)
