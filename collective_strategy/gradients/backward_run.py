@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+
 import torch
 from torch import Tensor
 
 from collective_strategy.collectives.handles import CompletedHandle, Handle
 from collective_strategy.gradients.inventory import Communicators, Inventory
-from collective_strategy.gradients.plan import Plan
+from collective_strategy.gradients.plan import Bucket, Plan
 
 CHANGED, DIRTY, LEFTOVER = range(3)
 
@@ -65,7 +67,7 @@ class BackwardRun:
 
     Args:
         plan: The buckets.
-        inventory: The parameters.
+        inventory, communicators: The parameters and their groups.
         deferred: Parameters whose gradients come in several pieces (reentrant checkpointing), known from earlier
             passes; their buckets wait for the end.
         awaited: Parameters that the engine does not announce (those in a reentrant checkpoint), known from earlier
@@ -85,6 +87,7 @@ class BackwardRun:
         self,
         plan: Plan,
         inventory: Inventory,
+        communicators: Communicators,
         deferred: set[int],
         awaited: set[int],
         hold: bool,
@@ -98,12 +101,18 @@ class BackwardRun:
         self.late: set[int] = set()
         self.hooks = 0
         self._inventory = inventory
+        self._communicators = communicators
         self._silent: set[int] = set()
         self._awaited = awaited
         self._choice = choice
+        self._filled = 0
         self._next = 0
         self._missing = [len(bucket.members) for bucket in plan.buckets]
-        self._waits = [hold or any(i in deferred for i in bucket.members) for bucket in plan.buckets]
+        self._waits = [
+            hold or bucket.flags > 0 or any(i in deferred for i in bucket.members) for bucket in plan.buckets
+        ]
+        for bucket in plan.buckets:
+            bucket.begin()
 
     def accumulated(self, index: int) -> None:
         """A hook: the gradient of a parameter was accumulated."""
@@ -115,13 +124,19 @@ class BackwardRun:
             return
         if position < self._next:
             (self.late if index in self.fired else self.unannounced).add(index)
-        elif index not in self.fired and index not in self._silent:
-            self._missing[position] -= 1
+        else:
+            if index not in self.fired and index not in self._silent:
+                self._missing[position] -= 1
+            bucket = self.plan.buckets[position]
+            if index in bucket.large:
+                with torch.no_grad():
+                    bucket.move(bucket.large[index])
         self.fired.add(index)
         while self._next < len(self._missing) and not self._missing[self._next] and not self._waits[self._next]:
             if self.divided:
                 return
-            self._launch()
+            self._fill()
+            self._send()
 
     @property
     def divided(self) -> bool:
@@ -149,61 +164,109 @@ class BackwardRun:
         """Whether something was sent."""
         return self._next > 0
 
-    def launch_rest(self) -> None:
-        """Launches what is left, with zeros for parameters that stayed silent."""
-        while not self.divided and self._next < len(self.plan.buckets):
-            self._launch()
+    def abandon(self) -> None:
+        """Nothing more is sent; gradients are where the user expects them."""
+        for bucket in self.plan.buckets[self._next :]:
+            bucket.abandon(self.fired)
 
-    def _launch(self) -> None:
+    def finish(self, header: Callable[[], list[bool]]) -> Flags:
+        """Launches what is left, with zeros for parameters that stayed silent, and then the flags.
+
+        Args:
+            header: Asked when all that goes out in buckets is taken out of the parameters' gradients.
+        """
+        if self.divided:
+            self.abandon()
+            flags = Flags(self._inventory, self._communicators, self.fired, header(), [])
+            flags.send_rest()
+            return flags
+        while self._filled < len(self.plan.buckets):
+            self._fill()
+        flags = Flags(self._inventory, self._communicators, self.fired, header(), self.plan.buckets)
+        while self._next < len(self.plan.buckets):
+            self._send(flags)
+        flags.send_rest()
+        return flags
+
+    @torch.no_grad()
+    def _fill(self) -> None:
+        # those made before this backward, under no_sync, are used too
+        self.fired.update(self.plan.buckets[self._filled].fill())
+        self._filled += 1
+
+    def _send(self, flags: Flags | None = None) -> None:
         bucket = self.plan.buckets[self._next]
         self._next += 1
         self.launched_by.append(self.hooks)
-        gradients: list[Tensor | None] = []
-        for i in bucket.members:
-            parameter = self._inventory.parameters[i]
-            gradient = parameter.grad
-            if gradient is not None and gradient.is_sparse:
-                gradient = None  # stays in .grad and goes the other way
-            else:
-                parameter.grad = None  # a gradient that comes after this is a piece of its own
-            if gradient is not None:
-                self.fired.add(i)  # made before this backward, under no_sync
-            gradients.append(gradient)
-        with torch.no_grad():
-            bucket.launch(gradients)
+        bucket.send(flags.values(bucket.route.axes) if flags is not None and bucket.flags else None)
 
 
 class Flags:
-    """What the ranks tell each other at the end of a backward: one small buffer per group, all in flight at once.
+    """What the ranks tell each other at the end of a backward, once in each group: behind the gradients of its last
+    bucket, or in a small buffer of its own where no bucket of the group is among the last ones.
 
     Per parameter, whether a rank used it; for the whole world, whether parameters changed, a backward ran behind our
     back, or something is left that no bucket took.
+
+    Args:
+        inventory, communicators: The parameters and their groups.
+        used: The parameters that have a gradient.
+        header: The flags for the whole world.
+        buckets: Those that will take flags with them.
     """
 
-    def __init__(self, inventory: Inventory, communicators: Communicators, used: set[int], header: list[bool]) -> None:
+    def __init__(
+        self,
+        inventory: Inventory,
+        communicators: Communicators,
+        used: set[int],
+        header: list[bool],
+        buckets: Sequence[Bucket],
+    ) -> None:
         self._members = inventory.by_group()
-        world = communicators.everybody
-        if world not in self._members:
-            self._members[world] = []
-        self._world = world
-        self._buffers: dict[tuple[str, ...], tuple[torch.Tensor, Handle]] = {}
-        for axes, members in self._members.items():
-            group = communicators.over(axes)
-            values = [float(flag) for flag in header] + [float(i in used) for i in members]
-            buffer = torch.tensor(values, dtype=torch.float32, device=group.device)
+        self._world = communicators.everybody
+        self._members.setdefault(self._world, [])
+        self._communicators = communicators
+        self._used = used
+        self._header = [float(flag) for flag in header]
+        self._carriers = {bucket.route.axes: bucket for bucket in buckets if bucket.flags}
+        self._buffers: dict[tuple[str, ...], tuple[Tensor, Handle]] = {}
+
+    def values(self, axes: tuple[str, ...]) -> list[float]:
+        """What this rank tells the group over ``axes``."""
+        return self._header + [float(i in self._used) for i in self._members[axes]]
+
+    def send_rest(self) -> None:
+        """Sends what no bucket takes."""
+        for axes in self._members:
+            if axes in self._carriers:
+                continue
+            group = self._communicators.over(axes)
+            buffer = torch.tensor(self.values(axes), dtype=torch.float32, device=group.device)
             handle = group.all_reduce_(buffer, "sum", async_op=True)
             self._buffers[axes] = buffer, handle if isinstance(handle, Handle) else CompletedHandle(buffer)
-        self._width = len(header)
 
-    def wait(self) -> tuple[list[float], set[int]]:
-        """Counts of the header's flags over the world, and the parameters that some rank used."""
+    @property
+    def own_buffers(self) -> int:
+        """How many groups' flags went by themselves."""
+        return len(self._buffers)
+
+    def read(self, carried: Mapping[tuple[str, ...], list[float]]) -> tuple[list[float], set[int]]:
+        """Waits. Counts of the header's flags over the world, and the parameters that some rank used.
+
+        Args:
+            carried: The summed flags that came with buckets.
+        """
         used: set[int] = set()
-        header = [0.0] * self._width
-        for axes, (buffer, handle) in self._buffers.items():
-            handle.wait()
-            values = buffer.tolist()
+        header: list[float] = []
+        for axes, members in self._members.items():
+            if axes in self._buffers:
+                buffer, handle = self._buffers[axes]
+                handle.wait()
+                sums: list[float] = buffer.tolist()
+            else:
+                sums = carried[axes]
             if axes == self._world:
-                header = values[: self._width]
-            counts = values[self._width :]
-            used |= {i for i, count in zip(self._members[axes], counts, strict=True) if count}
+                header = sums[: len(self._header)]
+            used.update(i for i, count in zip(members, sums[len(self._header) :], strict=True) if count)
         return header, used

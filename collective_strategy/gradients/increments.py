@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils.weak import TensorWeakRef
 
 from collective_strategy.collectives.errors import CollectiveError
 from collective_strategy.gradients.guard import StepGuard
@@ -17,29 +17,34 @@ from collective_strategy.gradients.inventory import Inventory
 class _Parts:
     """What a ``.grad`` consists of: ``reduced`` is equal on all ranks, ``local`` is this rank's own.
 
-    ``reduced=None`` says that all of it is reduced. ``version`` tells whether the sum was changed in place since.
+    ``version`` tells whether the sum was changed in place since.
     """
 
-    reduced: Tensor | None = None
-    local: Tensor | None = None
-    version: int = 0
+    reduced: Tensor
+    local: Tensor
+    version: int
 
 
 class Increments:
     """Takes the reduced part out of the gradients before a backward, and puts it back after. Local.
 
-    Remembered by the tensor in ``.grad``, not by the parameter: a gradient that was dropped, replaced or made by the
-    user is a fresh one.
+    Remembered with the tensor that was in ``.grad``: a gradient that was dropped, replaced or made by the user is a
+    fresh one.
     """
 
     def __init__(self) -> None:
-        self._parts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        # by the parameter's id; without parts, all of the gradient is reduced
+        self._shown: dict[int, tuple[TensorWeakRef, _Parts | None]] = {}
+
+    def _is_known(self, parameter: Tensor, gradient: Tensor) -> bool:
+        shown = self._shown.get(id(parameter))
+        return shown is not None and shown[0]() is gradient
 
     def inseparable(self, inventory: Inventory, guard: StepGuard) -> str:
         """A parameter whose reduced gradient a backward behind our back went on top of, if averaging is no cure."""
         for i in sorted(guard.dirty):
             gradient = inventory.parameters[i].grad
-            if gradient is not None and gradient in self._parts and not inventory.averages(i):
+            if gradient is not None and self._is_known(inventory.parameters[i], gradient) and not inventory.averages(i):
                 return inventory.names[i]
         return ""
 
@@ -52,11 +57,11 @@ class Increments:
             if gradient is None:
                 guard.forget(i)
                 continue
-            parts: _Parts | None = self._parts.pop(gradient, None)
-            if parts is None or i in guard.dirty:
+            if not self._is_known(parameter, gradient) or i in guard.dirty:
                 # A backward behind our back may have gone on top; what is not known to be reduced counts as fresh.
                 continue
-            if parts.reduced is None:
+            parts = self._shown[id(parameter)][1]
+            if parts is None:
                 aside[i] = gradient
                 parameter.grad = None
             elif gradient._version == parts.version:
@@ -69,6 +74,7 @@ class Increments:
                     "before changing gradients: reducer.reduce_gradients()."
                 )
             # else all of it counts as fresh: averaging the reduced part once more changes nothing
+        self._shown = {}
         return aside
 
     def keep_local(self, inventory: Inventory, guard: StepGuard, aside: Mapping[int, Tensor]) -> None:
@@ -82,17 +88,18 @@ class Increments:
                 continue
             if local is None:
                 parameter.grad = aside[i]
-                self._parts[aside[i]] = _Parts()
+                self._shown[id(parameter)] = TensorWeakRef(aside[i]), None
             else:
                 both = aside[i] + local
                 parameter.grad = both
-                self._parts[both] = _Parts(reduced=aside[i], local=local, version=both._version)
+                self._shown[id(parameter)] = TensorWeakRef(both), _Parts(aside[i], local, both._version)
 
     def show(self, inventory: Inventory, reduced: Mapping[int, Tensor]) -> None:
         """Puts gradients that are reduced as a whole where the user finds them."""
         for i, gradient in reduced.items():
-            inventory.parameters[i].grad = gradient
-            self._parts[gradient] = _Parts()
+            parameter = inventory.parameters[i]
+            parameter.grad = gradient
+            self._shown[id(parameter)] = TensorWeakRef(gradient), None
 
 
 def added(before: Tensor | None, gradient: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 
 import torch
@@ -14,16 +15,21 @@ from collective_strategy.gradients.inventory import Communicators, Inventory, Ro
 
 @dataclass(frozen=True)
 class BucketSizes:
-    """Bytes: a gradient of ``large`` or more travels alone and uncopied; others are packed up to ``packed``, the first
-    bucket, which is ready last of all to be useful and first of all to start, up to ``first``."""
+    """Bytes. Gradients are packed up to ``packed``; the first bucket, whose all-reduce starts first of all, up to
+    ``first``. A gradient of ``large`` or more is moved into its bucket as soon as it is ready; autograd accumulates
+    smaller ones there itself."""
 
     large: int = 256 << 10
-    packed: int = 4 << 20
+    packed: int = 8 << 20
     first: int = 1 << 20
 
 
 class Bucket:
-    """Gradients of one route, dtype and device that are reduced by one all-reduce.
+    """Gradients of one route, dtype and device that are reduced by one all-reduce, in a buffer that outlives the step.
+
+    Small gradients are accumulated right in the buffer: before backward, ``.grad`` of their parameters is made a view
+    of it. A large one is scaled into the buffer when it is ready; its memory is then free, and warm in the cache, for
+    the gradient of the next layer.
 
     Args:
         members: Indices into the inventory.
@@ -31,84 +37,145 @@ class Bucket:
         route: Their way.
         group: The collective of the route.
         wire: The dtype on the way.
+        large: Bytes from which a gradient is large.
+        flags: How many numbers travel behind the gradients, see `send`.
     """
 
     def __init__(
-        self, members: list[int], inventory: Inventory, route: Route, group: Collective, wire: torch.dtype
+        self,
+        members: list[int],
+        inventory: Inventory,
+        route: Route,
+        group: Collective,
+        wire: torch.dtype,
+        large: int,
+        flags: int = 0,
     ) -> None:
-        self.members = members
+        nbytes = {i: inventory.parameters[i].numel() * wire.itemsize for i in members}
+        self.members = sorted(members, key=lambda i: nbytes[i] >= large)  # the small ones, cleared as one, come first
         self.route = route
         self.group = group
-        self._parameters = [inventory.parameters[i] for i in members]
+        self.flags = flags
+        self.nbytes = sum(nbytes.values())
+        self.large = {i: place for place, i in enumerate(self.members) if nbytes[i] >= large}
+        self._parameters = [inventory.parameters[i] for i in self.members]
         self._wire = wire
         self._device = self._parameters[0].device
         self._numels = [parameter.numel() for parameter in self._parameters]
+        self._numel = sum(self._numels)
+        self._small = sum(self._numels[: len(members) - len(self.large)])
+        self._dense = [False] * len(members)  # had a dense gradient once; a sparse one would become dense in a view
+        self._moved: set[int] = set()
         self._buffer: Tensor | None = None
         self._views: list[Tensor] = []
         self._unshared = 0
-        self._alone: Tensor | None = None
         self._handle: Handle | None = None
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes on the way."""
-        return sum(self._numels) * self._wire.itemsize
+    def begin(self) -> None:
+        """Before a backward: takes a free buffer, and lets autograd accumulate small gradients there."""
+        if self._buffer is None or _holders(self._buffer) > self._unshared:
+            self._buffer = torch.empty(self._numel + self.flags, dtype=self._wire, device=self._device)
+            pieces = self._buffer[: self._numel].split(self._numels)
+            self._views = [
+                piece.view(parameter.shape).detach()  # each a tensor of its own, as `.grad` must be
+                for piece, parameter in zip(pieces, self._parameters, strict=True)
+            ]
+            del pieces
+            self._unshared = _holders(self._buffer)
+        self._moved.clear()
+        if not self._small:
+            return
+        self._buffer[: self._small].zero_()
+        for place in range(len(self.members) - len(self.large)):
+            parameter = self._parameters[place]
+            if self._dense[place] and parameter.grad is None and parameter.requires_grad:
+                parameter.grad = self._views[place]
 
-    def launch(self, gradients: list[Tensor | None]) -> None:
-        """Starts the all-reduce of ``gradients`` (in the order of `members`; None counts as zeros).
+    def abandon(self, fired: Container[int]) -> None:
+        """Nothing is sent: gradients that are in the buffer become the user's."""
+        for place, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
+            if place in self._moved:
+                local = view.to(parameter.dtype) / self.route.scale
+                parameter.grad = local if parameter.grad is None else parameter.grad + local
+            elif parameter.grad is view:
+                parameter.grad = view.detach() if self.members[place] in fired else None
+        self._moved.clear()
 
-        A single contiguous gradient is reduced in place.
-        """
-        alone = gradients[0] if len(gradients) == 1 else None
-        if alone is not None and _is_plain(alone, self._wire):
-            self._alone = alone
-            data = alone
+    def move(self, place: int) -> bool:
+        """Moves a dense gradient out of ``.grad`` into the buffer. A second piece goes on top of the first."""
+        parameter, view = self._parameters[place], self._views[place]
+        gradient = parameter.grad
+        if gradient is None or gradient.is_sparse:
+            return False  # a sparse gradient stays in .grad and goes the other way
+        parameter.grad = None  # a gradient that comes after this is a piece of its own
+        gradient = gradient.detach()
+        scale = self.route.scale if place >= len(self.members) - len(self.large) else 1.0
+        if place in self._moved:
+            view.add_(gradient, alpha=scale)
+        elif scale != 1.0 and gradient.dtype == self._wire:
+            torch.mul(gradient, scale, out=view)
         else:
-            self._alone = None
-            data = self._filled(gradients)
-        if self.route.scale != 1.0:
-            data.mul_(self.route.scale)
-        started = self.group.all_reduce_(data, "sum", async_op=True)
+            view.copy_(gradient)
+            if scale != 1.0:
+                view.mul_(scale)
+        self._moved.add(place)
+        self._dense[place] = self._parameters[place].dtype == self._wire and parameter.is_contiguous()
+        return True
+
+    def fill(self) -> list[int]:
+        """Completes the buffer with what lies in ``.grad``, and takes it out of there.
+
+        Returns:
+            The members whose gradient was there, except those that autograd accumulated in the buffer.
+        """
+        found = []
+        for place, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
+            if parameter.grad is view:
+                parameter.grad = None
+            elif self.move(place):
+                found.append(self.members[place])
+            elif self.members[place] in self.large and place not in self._moved:
+                view.zero_()
+        assert self._buffer is not None
+        if self.route.scale != 1.0 and self._small:
+            self._buffer[: self._small].mul_(self.route.scale)
+        return found
+
+    def send(self, flags: list[float] | None = None) -> None:
+        """Starts the all-reduce. ``flags`` travel behind the gradients and are summed."""
+        buffer = self._buffer
+        assert buffer is not None
+        if self.flags:
+            assert flags is not None
+            buffer[self._numel :] = torch.tensor(flags, dtype=self._wire)
+        started = self.group.all_reduce_(buffer, "sum", async_op=True)
         self._handle = started if isinstance(started, Handle) else CompletedHandle(started)
 
-    def finish(self) -> list[Tensor]:
-        """Waits and returns the reduced gradients, in the order of `members`, of the parameters' dtypes."""
+    def results(self) -> list[Tensor]:
+        """The tensors, in the order of `members`, in which the reduced gradients are when `wait` has returned."""
+        return [view.detach() for view in self._views]  # tensors of their own, so that we see when nobody holds them
+
+    def wait(self) -> list[float]:
+        """Waits for the all-reduce and returns the summed flags."""
         assert self._handle is not None
+        assert self._buffer is not None
         self._handle.wait()
         self._handle = None
-        if self._alone is not None:
-            result, self._alone = [self._alone], None
-            return result
-        results = []
-        for parameter, view in zip(self._parameters, self._views, strict=True):
-            if parameter.dtype != self._wire or not parameter.is_contiguous():
-                results.append(torch.empty_like(parameter, requires_grad=False).copy_(view))
-            else:
-                results.append(view.detach())  # no view to autograd, so that `.grad.detach_()` works
-        return results
+        flags: list[float] = self._buffer[self._numel :].tolist() if self.flags else []
+        return flags
 
-    def _filled(self, gradients: list[Tensor | None]) -> Tensor:
-        buffer = self._free_buffer()
-        present = [
-            (view, gradient) for view, gradient in zip(self._views, gradients, strict=True) if gradient is not None
+    def converted(self, results: list[Tensor]) -> list[Tensor]:
+        """The results in the dtypes and strides of their parameters."""
+        return [
+            result
+            if parameter.dtype == self._wire and parameter.is_contiguous()
+            else torch.empty_like(parameter, requires_grad=False).copy_(result)
+            for parameter, result in zip(self._parameters, results, strict=True)
         ]
-        for view, gradient in zip(self._views, gradients, strict=True):
-            if gradient is None:
-                view.zero_()
-        if present:
-            torch._foreach_copy_([view for view, _ in present], [gradient.detach() for _, gradient in present])
-        return buffer
 
-    def _free_buffer(self) -> Tensor:
-        """The buffer of the last step if nobody holds a gradient in it any more, else a new one."""
-        if self._buffer is None or _holders(self._buffer) > self._unshared:
-            self._buffer = torch.empty(sum(self._numels), dtype=self._wire, device=self._device)
-            self._views = [
-                piece.view(parameter.shape)
-                for piece, parameter in zip(self._buffer.split(self._numels), self._parameters, strict=True)
-            ]
-            self._unshared = _holders(self._buffer)
-        return self._buffer
+
+HEADER = 3  # flags that concern the whole model, see `Flags`
+LAST = 2  # at most so many buckets wait for the end of backward
 
 
 class Plan:
@@ -136,7 +203,14 @@ class Plan:
     ) -> Plan:
         """Buckets for ``members`` (indices)."""
         cut = cut_into_buckets(inventory, members, sizes, reduce_dtype, compression, interleaved=interleaved)
-        return cls([Bucket(m, inventory, route, communicators.over(route.axes), wire) for m, route, wire in cut])
+        # The last buckets are ready at the end of backward, when it is known which parameters were used: they take it
+        # with them, one for each group. Not those of an earlier turn, which would keep the others waiting.
+        widths = {axes: HEADER + len(group) for axes, group in inventory.by_group().items()}
+        buckets: list[Bucket] = []
+        for bucket, route, wire in reversed(cut):
+            width = widths.pop(route.axes, 0) if len(buckets) < LAST and wire.is_floating_point else 0
+            buckets.append(Bucket(bucket, inventory, route, communicators.over(route.axes), wire, sizes.large, width))
+        return cls(buckets[::-1])
 
 
 def cut_into_buckets(
@@ -160,10 +234,6 @@ def cut_into_buckets(
         parameter, route = inventory.parameters[i], inventory.routes[i]
         assert route is not None
         wire = _wire_dtype(parameter.dtype, reduce_dtype, compression)
-        nbytes = parameter.numel() * wire.itemsize
-        if nbytes >= sizes.large:
-            closed.append(([i], route, wire))
-            continue
         key = (route, wire, parameter.device)
         bucket = open_buckets.setdefault(key, [])
         bucket.append(i)
@@ -177,10 +247,6 @@ def cut_into_buckets(
     if not interleaved:
         closed.sort(key=lambda item: item[1].axes)
     return closed
-
-
-def _is_plain(gradient: Tensor, wire: torch.dtype) -> bool:
-    return gradient.is_contiguous() and gradient.dtype == wire and not gradient.requires_grad and not gradient.is_sparse
 
 
 def _wire_dtype(dtype: torch.dtype, reduce_dtype: torch.dtype | None, compression: torch.dtype | None) -> torch.dtype:

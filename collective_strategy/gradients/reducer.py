@@ -127,7 +127,13 @@ class GradientReducer(NormOperations):
             choice = Choice(self._plan, self._communicators) if self._choices.compared else None
             self.statistics.all_reduces += choice is not None
             guard.run = BackwardRun(
-                self._plan, self._inventory, self._deferred, self._awaited, self._must_hold(), choice
+                self._plan,
+                self._inventory,
+                self._communicators,
+                self._deferred,
+                self._awaited,
+                self._must_hold(),
+                choice,
             )
         guard.armed = True
         try:
@@ -139,6 +145,8 @@ class GradientReducer(NormOperations):
                     "ranks' gradients do not belong together any more. Make a new GradientReducer on all ranks, or end "
                     "the run."
                 )
+            if guard.run is not None:
+                guard.run.abandon()
             guard.armed, guard.run = False, None
             self._increments.keep_local(self._inventory, guard, aside)
             raise
@@ -170,7 +178,9 @@ class GradientReducer(NormOperations):
         aside = self._increments.set_aside(self._inventory, guard)
         changed = self._inventory.mask() not in self._plans or self._inventory.is_stale(self._module)
         header = [changed, bool(inseparable), True]
-        counts, _ = Flags(self._inventory, self._communicators, set(), header).wait()
+        flags = Flags(self._inventory, self._communicators, set(), header, [])
+        flags.send_rest()
+        counts, _ = flags.read({})
         if counts[DIRTY]:
             self._increments.show(self._inventory, aside)
             raise CollectiveError(
@@ -250,16 +260,19 @@ class GradientReducer(NormOperations):
 
     @torch.no_grad()
     def _flush(self, guard: StepGuard, run: BackwardRun, aside: dict[int, Tensor], changed: bool) -> None:
-        run.launch_rest()
+        def header() -> list[bool]:
+            leftover = any(self._inventory.parameters[i].grad is not None for i in self._inventory.routed)
+            return [changed or self._inventory.is_stale(self._module), bool(guard.dirty), leftover]
+
+        flags = run.finish(header)
+        buckets = [] if run.divided else run.plan.buckets
+        results = [bucket.results() for bucket in buckets]  # prepared while the last ones are on their way
+        carried = {bucket.route.axes: sums for bucket in buckets if (sums := bucket.wait())}
+        counts, used = flags.read(carried)
         if run.divided:
             aside = self._take_inventory(aside)  # raises where the same weights are trainable on some ranks only
-        leftover = any(self._inventory.parameters[i].grad is not None for i in self._inventory.routed)
-        header = self._header(guard, leftover, changed)
-        flags = Flags(self._inventory, self._communicators, run.fired, header)
-        reduced = [(bucket, bucket.finish()) for bucket in run.plan.buckets if not run.divided]
-        counts, used = flags.wait()
-        for bucket, gradients in reduced:
-            for i, gradient in zip(bucket.members, gradients, strict=True):
+        for bucket, tensors in zip(buckets, results, strict=True):
+            for i, gradient in zip(bucket.members, bucket.converted(tensors), strict=True):
                 if i in used:
                     aside[i] = added(aside.get(i), gradient)
         if self._choices.settled(run.chosen):
@@ -267,7 +280,7 @@ class GradientReducer(NormOperations):
         self._deferred |= run.late
         self._awaited |= run.unannounced
         self.statistics.reductions += 1
-        self.statistics.all_reduces += len(reduced) + len(flags._buffers)
+        self.statistics.all_reduces += len(buckets) + flags.own_buffers
         self.statistics.launched_by, self.statistics.hooks = run.launched_by, run.hooks
         if counts[DIRTY]:
             self._increments.show(self._inventory, aside)
@@ -279,9 +292,6 @@ class GradientReducer(NormOperations):
         else:
             self._increments.show(self._inventory, aside)
             guard.clear()
-
-    def _header(self, guard: StepGuard, leftover: bool, changed: bool) -> list[bool]:
-        return [changed or self._inventory.is_stale(self._module), bool(guard.dirty), leftover]
 
     @torch.no_grad()
     def _reduce_rest(self, guard: StepGuard, aside: dict[int, Tensor]) -> None:

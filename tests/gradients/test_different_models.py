@@ -39,14 +39,16 @@ def inputs() -> torch.Tensor:
     return torch.randn(STEPS, 2, 2, 4, WIDTH, dtype=torch.float64, generator=generator)
 
 
-@pytest.mark.parametrize("large", [1, 1 << 20], ids=["a bucket each", "packed"])
-def test_model_ranks_with_different_layers_equal_one_process(large):
+@pytest.mark.parametrize(
+    "sizes", [BucketSizes(large=1, packed=1, first=1), BucketSizes()], ids=["moved, a bucket each", "packed"]
+)
+def test_model_ranks_with_different_layers_equal_one_process(sizes):
     def train(collective):
         data, model = collective["data"].rank, collective["model"].rank
         net = build(model)
         for name in ("first", "last"):
             shared(net[name], over="model")
-        reducer = GradientReducer(net, collective, sizes=BucketSizes(large=large))
+        reducer = GradientReducer(net, collective, sizes=sizes)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
         naps = random.Random(collective.rank)
         for x in inputs():

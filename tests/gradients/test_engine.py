@@ -36,7 +36,7 @@ def test_several_backwards_in_one_context_add_up():
 
     def gradients(collective):
         w, v = module = weights(0.0, 0.0)
-        reducer = GradientReducer(module, collective, sizes=BucketSizes(large=1))
+        reducer = GradientReducer(module, collective, sizes=BucketSizes(packed=1, first=1))
         seen = []
         for _ in range(3):
             module.zero_grad()
@@ -107,13 +107,17 @@ class BackwardInside(torch.autograd.Function):
         return gradient, None
 
 
-@pytest.mark.parametrize("large", [1, 1 << 20], ids=["a bucket each", "one bucket"])
-def test_a_backward_inside_backward(large):
+@pytest.mark.parametrize(
+    "sizes",
+    [BucketSizes(packed=1, first=1), BucketSizes(large=1, packed=1, first=1), BucketSizes(), BucketSizes(large=1)],
+    ids=["a bucket each", "moved, a bucket each", "packed", "moved, packed"],
+)
+def test_a_backward_inside_backward(sizes):
     """Layers of ones: h = (2f, 2f) goes twice into the second, once inside."""
 
     def gradients(collective):
         first, second = module = filled(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
-        reducer = GradientReducer(module, collective, sizes=BucketSizes(large=large))
+        reducer = GradientReducer(module, collective, sizes=sizes)
         seen = []
         for _ in range(3):
             module.zero_grad()
@@ -126,11 +130,15 @@ def test_a_backward_inside_backward(large):
     assert common(2, gradients) == [(4.0, 8.0)] * 3
 
 
-@pytest.mark.parametrize("large", [1, 1 << 20], ids=["a bucket each", "one bucket"])
-def test_a_layer_in_two_reentrant_checkpoints_counts_once_each(large):
+@pytest.mark.parametrize(
+    "sizes",
+    [BucketSizes(packed=1, first=1), BucketSizes(large=1, packed=1, first=1), BucketSizes(), BucketSizes(large=1)],
+    ids=["a bucket each", "moved, a bucket each", "packed", "moved, packed"],
+)
+def test_a_layer_in_two_reentrant_checkpoints_counts_once_each(sizes):
     def gradients(collective):
         (layer,) = module = filled(nn.Linear(1, 1, bias=False))
-        reducer = GradientReducer(module, collective, sizes=BucketSizes(large=large))
+        reducer = GradientReducer(module, collective, sizes=sizes)
         seen = []
         for _ in range(4):
             module.zero_grad()

@@ -58,8 +58,10 @@ def in_one_process() -> dict[str, list[torch.Tensor]]:
     return {name: [p.detach() for p in one.parameters()] for name, one in layers.items()}
 
 
-@pytest.mark.parametrize("large", [1, 1 << 20], ids=["a bucket each", "packed"])
-def test_200_steps_equal_one_process(large):
+@pytest.mark.parametrize(
+    "sizes", [BucketSizes(large=1, packed=1, first=1), BucketSizes()], ids=["moved, a bucket each", "packed"]
+)
+def test_200_steps_equal_one_process(sizes):
     """Gather over the data axis, replicate and all-reduce over the model axis, clipping, and naps up to 2 ms."""
 
     def train(collective):
@@ -70,7 +72,7 @@ def test_200_steps_equal_one_process(large):
             shared(net[name], over="model", grad="none")  # inputs are replicated, so each rank has the whole gradient
         for name in ("first", "second", "idle"):
             shared(net[name], over="model", grad="sum")
-        reducer = GradientReducer(net, collective, sizes=BucketSizes(large=large))
+        reducer = GradientReducer(net, collective, sizes=sizes)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.02)
         naps = random.Random(collective.rank)
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from collective_strategy import GradientReducer
 from collective_strategy.collectives.errors import CollectiveError, CollectiveMismatchError
+from collective_strategy.gradients import BucketSizes
 from collective_strategy.sharing import shared
 
 
@@ -228,12 +229,39 @@ def test_a_difference_between_two_ranks_is_refused_on_all_four(difference):
     assert "rank 2" in text or "rank 3" in text
 
 
+@pytest.mark.parametrize("sizes", [BucketSizes(), BucketSizes(large=1)], ids=["accumulated in place", "moved"])
+def test_an_exception_before_anything_was_sent_leaves_the_gradients_of_this_rank(sizes):
+    """They are local, as after no_sync, and the next backward reduces them too."""
+
+    def train(collective):
+        w, v, unused = module = nn.ParameterList([nn.Parameter(torch.zeros(3)) for _ in range(3)])
+        reducer = GradientReducer(module, collective, sizes=sizes)
+
+        def backward(raising):
+            middle = w * 1.0
+            if raising:
+                middle.register_hook(lambda _gradient: 1 / 0)
+            with reducer.backward():
+                ((middle + 2 * v) * (1.0 + 2 * collective.rank)).sum().backward()
+
+        backward(False)
+        module.zero_grad()
+        with pytest.raises(ZeroDivisionError):
+            backward(True)
+        after = w.grad, v.grad.tolist(), unused.grad
+        backward(False)
+        return after, w.grad.tolist(), v.grad.tolist(), unused.grad
+
+    for rank, outcome in enumerate(per_rank(2, train)):
+        assert outcome == ((None, [2.0 + 4 * rank] * 3, None), [2.0] * 3, [8.0] * 3, None)
+
+
 def test_an_exception_after_buckets_were_sent_ends_the_reducer():
     """The last layer's 360 kB are sent alone before the first layer's gradient raises."""
 
     def train(collective):
         layers = nn.Sequential(*[nn.Linear(300, 300, bias=False) for _ in range(3)])
-        reducer = GradientReducer(layers, collective)
+        reducer = GradientReducer(layers, collective, sizes=BucketSizes(packed=1, first=1))
 
         def fail(_gradient):
             raise ValueError("no")

@@ -105,7 +105,7 @@ def test_compiled_autograd():
         torch.manual_seed(0)
         module = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2)).double()
         twin = copy.deepcopy(module)
-        reducer = GradientReducer(module, collective, sizes=BucketSizes(large=1))
+        reducer = GradientReducer(module, collective, sizes=BucketSizes(packed=1, first=1))
         for _ in range(2):
             module.zero_grad()
             loss = module(x[collective.rank]).square().sum()
@@ -141,9 +141,9 @@ def test_weights_without_elements_and_with_odd_strides():
         module = nn.ParameterList([turned, cut, nn.Parameter(torch.zeros(0))])
         a, b = torch.arange(6.0).view(2, 3), torch.arange(12.0).view(4, 3)
         right = []
-        for large in (1, 1 << 20):
+        for sizes in (BucketSizes(large=1, packed=1, first=1), BucketSizes()):
             module.zero_grad()
-            reducer = GradientReducer(module, collective, sizes=BucketSizes(large=large))
+            reducer = GradientReducer(module, collective, sizes=sizes)
             for _ in range(2):
                 with reducer.backward():
                     (sum(x.sum() for x in (turned * a, cut * b, module[2])) * factor(collective)).backward()
@@ -166,7 +166,7 @@ class Blocking(TorchDistributedCollective):
 def test_a_backend_that_is_not_asynchronous_sends_at_the_end():
     def gradients(collective):
         module = filled(nn.Linear(2, 2), nn.Linear(2, 2))
-        reducer = GradientReducer(module, collective, sizes=BucketSizes(large=1))
+        reducer = GradientReducer(module, collective, sizes=BucketSizes(packed=1, first=1))
         with reducer.backward():
             (module[1](module[0](torch.ones(1, 2))) * factor(collective)).sum().backward()
         return module[1].bias.grad.tolist(), reducer.statistics.launched_by
