@@ -159,10 +159,15 @@ class CollectiveBase(ABC):
         return self
 
     def teardown(self) -> None:
-        """Releases the groups. Local, does not wait for the other ranks, may be called twice or half set up."""
+        """Releases the groups. Local, does not wait for the other ranks, may be called twice or half set up.
+
+        In check mode, ranks that still make calls get an error that says so at once.
+        """
         if self._root is not self:
             raise CollectiveStateError(f"{self.name!r} is a part of another collective; tear that one down.")
         opened = self._state == "ready" or self._channel is not None
+        if self.broken is None:
+            self._leave("teardown() was called there, or its process ended")
         self._state = "closed"
         if self._monitor is not None:
             self._monitor.close()
@@ -182,9 +187,12 @@ class CollectiveBase(ABC):
         root = self._root
         if root.broken is None:
             root.broken = reason
-            for part in (root, *root._parts):
-                if part._checker is not None:
-                    part._checker.leave(part._calls + 1, reason)
+            root._leave(reason)
+
+    def _leave(self, reason: str) -> None:
+        for part in (self, *self._parts):
+            if part._checker is not None:
+                part._checker.leave(part._calls + 1, reason)
 
     def __enter__(self) -> Self:
         return self

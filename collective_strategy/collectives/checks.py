@@ -116,8 +116,8 @@ def _raise_if_left(call: str, number: int, lines: Sequence[dict[str, str]]) -> N
     left = [f"rank {rank} has left ({line['left']})" for rank, line in enumerate(lines) if "left" in line]
     if left:
         raise RankLeftError(
-            f"{call} (call {number}) cannot be made: {'; '.join(left)}. Nothing was sent. The error of that rank is "
-            "the cause; the collective is broken from now on."
+            f"{call} (call {number}) cannot be made: {'; '.join(left)}. Nothing was sent. What happened on that "
+            "rank is the cause; the collective is broken from now on."
         )
 
 

@@ -39,3 +39,18 @@ def test_ranks_that_wait_for_one_that_left_hear_why(part: str, waits_first: bool
     assert "rank 1" in text
     assert seconds < 10
     assert outcomes[1].result() is None
+
+
+def test_a_rank_that_was_torn_down_early_is_named():
+    def run(collective: Collective) -> tuple[str, float] | None:
+        collective.all_reduce(torch.ones(1))
+        if collective.rank == 1:
+            collective.teardown()
+            return None
+        return _timed(collective, lambda: collective.all_reduce(torch.ones(1)))
+
+    outcomes = run_ranks(2, run, timeout=30, check=True, fresh=True)
+    text, seconds = outcomes[0].result()
+    assert "all_reduce" in text
+    assert "rank 1 has left (teardown() was called there" in text
+    assert seconds < 10
