@@ -10,7 +10,6 @@ import torch
 
 from collective_strategy.collectives.checks import CheckMode
 from collective_strategy.collectives.collective import Collective
-from collective_strategy.collectives.environment import read_environment
 from collective_strategy.collectives.layout import NO_DEFAULT
 from collective_strategy.collectives.registry import automatic_backend, collective_class
 
@@ -46,11 +45,11 @@ def init(
         >>> with collective_strategy.init(mesh={"data": -1}) as collective:
         ...     total = collective.all_reduce(1)
     """
-    environment = read_environment()
     backend = automatic_backend() if backend == "auto" else backend
-    if environment.source == "single" and backend in ("torch", "horovod"):
-        backend, backend_options = "single", {}
     chosen = collective_class(backend)
+    environment = chosen.launch_environment()
+    if environment.source == "single" and backend in ("torch", "horovod"):
+        chosen, backend_options = collective_class("single"), {}
     collective = chosen(
         mesh=mesh, unions=unions, data_axis=data_axis, timeout=timeout, check=check, device=device, **backend_options
     )

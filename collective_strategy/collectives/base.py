@@ -54,6 +54,8 @@ class CollectiveBase(ABC):
 
     backend_name: ClassVar[str]
     """The name under which the backend is registered."""
+    ranks_in_tests: ClassVar[str] = "process"
+    """What a rank is under `collective_strategy.testing`: a ``"process"``, or a thread with a ``"device"`` of XLA's."""
 
     def __init__(
         self,
@@ -124,7 +126,7 @@ class CollectiveBase(ABC):
         """Opens the communication and makes the mesh's groups. All ranks call it.
 
         Args:
-            environment: This process' place; read from the launcher's environment variables if not given.
+            environment: This process' place; that of `launch_environment` if not given.
             device: Overrides the constructor's device (a strategy knows it only now).
 
         Returns:
@@ -137,7 +139,7 @@ class CollectiveBase(ABC):
         """
         if self._state == "ready":
             raise CollectiveStateError("setup() was called on a collective that is set up; call teardown() first.")
-        environment = environment or read_environment()
+        environment = environment or self.launch_environment()
         mesh, unions, data_axis = (self._settings[key] for key in ("mesh", "unions", "data_axis"))
         layout = None if mesh is None else MeshLayout.resolve(mesh, unions, data_axis, environment.world_size)
         checks = check_enabled(self._settings["check"], environment.world_size)
@@ -218,6 +220,15 @@ class CollectiveBase(ABC):
         place = f"rank {self.rank} of {self.world_size}" if self._state == "ready" else self._state
         return f"<{type(self).__name__} {self.name!r}, {place}>"
 
+    @classmethod
+    def launch_environment(cls) -> LaunchEnvironment:
+        """This process' place, as the launcher says that goes with the backend.
+
+        Raises:
+            EnvironmentConfigError: its variables are half set or contradict each other.
+        """
+        return read_environment()
+
     # -- what a user may ask -------------------------------------------------------------------------------------------
 
     @property
@@ -296,7 +307,8 @@ class CollectiveBase(ABC):
     def _all_to_all(self, x: Tensor, out: Sequence[int], into: Sequence[int]) -> Handle:
         """``x`` is flat, cut into pieces of lengths ``out``; piece k goes to rank k. ``x`` is left alone.
 
-        The result is flat: the pieces of lengths ``into`` that arrived, in rank order.
+        The result is flat: the pieces of lengths ``into`` that arrived, in rank order. It may be longer, and where the
+        backend compiles so may ``x`` be; what follows the pieces means nothing.
         """
         from collective_strategy.collectives.composed import composed_all_to_all
 

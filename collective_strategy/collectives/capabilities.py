@@ -27,6 +27,8 @@ class Capabilities:
         timeout: ``"raises"`` where an operation that times out ends in an exception, ``"aborts"`` where the runtime
             can only end the process.
         asynchronous: Whether operations overlap with computation.
+        compiles: Whether a program is compiled for every shape, so that host memory travels in lengths that are powers
+            of two, and gradients are not packed but reduced by one operation on a list of them.
     """
 
     movement_dtypes: frozenset[torch.dtype]
@@ -35,6 +37,7 @@ class Capabilities:
     primitives: frozenset[str] = field(default=frozenset(PRIMITIVES))
     timeout: Literal["raises", "aborts"] = "raises"
     asynchronous: bool = True
+    compiles: bool = False
 
     @property
     def composed(self) -> frozenset[str]:

@@ -30,6 +30,7 @@ class LaunchEnvironment:
         attempt: Count of restarts by the launcher.
         store_is_served: Whether the launcher serves the store at the port (torchrun does).
         key_value: The launcher's key-value server, through which rank 0 says where it listens (horovodrun has one).
+        ranks_are_threads: Whether all ranks of this node are threads of one process (XLA's devices may be).
     """
 
     rank: int = 0
@@ -44,6 +45,7 @@ class LaunchEnvironment:
     attempt: int = 0
     store_is_served: bool = False
     key_value: str = ""
+    ranks_are_threads: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:

@@ -41,15 +41,14 @@ class InPlaceOperations(CollectiveBase):
         if self._takes(data) and self.capabilities.reduces(wire_op, data.dtype) and not ordered:
 
             def finish(reduced: Tensor) -> Tensor:
-                if reduced.data_ptr() != data.data_ptr():
+                if not transport.same_memory(reduced, data):
                     data.copy_(reduced)
                 if reduce_op is ReduceOp.MEAN:
                     data.div_(self.world_size)
                 return tensor
 
             return self._started(lambda: self._all_reduce(data, wire_op), finish, async_op)
-        moved = tensor.detach() if self._takes(tensor) else tensor.detach().to(self.device)
-        code = encode_reduction(moved, reduce_op, self.world_size, self.capabilities)
+        code = encode_reduction(tensor.detach(), reduce_op, self.world_size, self.capabilities)
         return self._started(
             lambda: self._reduced(code, self._all_reduce), lambda y: self._copied(tensor, code.finish(y)), async_op
         )
@@ -93,8 +92,7 @@ class InPlaceOperations(CollectiveBase):
                 f"{tensor.dtype} of "
                 f"shape {list(tensor.shape)}."
             )
-        source = tensor.detach() if self._takes(tensor) else tensor.detach().to(self.device)
-        code = encode_reduction(source.contiguous(), reduce_op, self.world_size, self.capabilities)
+        code = encode_reduction(tensor.detach().contiguous(), reduce_op, self.world_size, self.capabilities)
         rank = self.rank
         folded = code.wire_op is None  # then every rank has the whole reduction
         return self._started(
@@ -105,10 +103,14 @@ class InPlaceOperations(CollectiveBase):
 
     def _reduced(self, code: Reduction, reduce: Callable[[Tensor, ReduceOp], Handle]) -> Handle:
         """``reduce`` of the buffer; where the backend does not reduce it, gathered and folded on every rank."""
-        if code.wire_op is not None:
-            return reduce(code.buffer, code.wire_op)
         buffer = code.buffer
-        handle = self._all_gather(self._movable(buffer))
+        if code.wire_op is not None:
+            if self._takes(buffer):
+                return reduce(buffer, code.wire_op)
+            return transport.Returning(reduce(buffer.to(self.device), code.wire_op), buffer.device)
+        handle: Handle = self._all_gather(self._movable(buffer))
+        if not self._takes(buffer):
+            handle = transport.Returning(handle, buffer.device)
 
         def fold(gathered: Tensor) -> Tensor:
             return code.fold(gathered.reshape(-1).view(buffer.dtype).reshape(self.world_size, *buffer.shape))
@@ -147,14 +149,14 @@ class InPlaceOperations(CollectiveBase):
     def _movable(self, tensor: Tensor) -> Tensor:
         """Flat, as bytes where needed, sharing memory with ``tensor`` if the backend takes its device."""
         flat = transport._flat(tensor.detach().resolve_conj())
-        if not self._takes(tensor):
-            flat = flat.to(self.device)
-        return flat if tensor.dtype in self.capabilities.movement_dtypes else flat.view(torch.uint8)
+        if tensor.dtype not in self.capabilities.movement_dtypes:
+            flat = flat.view(torch.uint8)
+        return flat if self._takes(tensor) else flat.to(self.device)
 
     def _restored(self, target: Tensor, sent: Tensor | None, received: Tensor) -> Tensor:
-        if sent is not None and received.data_ptr() == sent.data_ptr() and self._takes(target):
+        if sent is not None and transport.same_memory(received, sent) and self._takes(target):
             return target
-        return self._copied(target, received.reshape(-1).view(target.dtype))
+        return self._copied(target, received.to(target.device).reshape(-1).view(target.dtype))
 
     @staticmethod
     def _copied(target: Tensor, value: Tensor) -> Tensor:

@@ -34,7 +34,18 @@ def _horovod() -> type[Collective]:
     return HorovodCollective
 
 
-_registry: dict[str, Callable[[], type[Collective]]] = {"torch": _torch, "single": _single, "horovod": _horovod}
+def _xla() -> type[Collective]:
+    from collective_strategy.collectives.xla import XLACollective
+
+    return XLACollective
+
+
+_registry: dict[str, Callable[[], type[Collective]]] = {
+    "torch": _torch,
+    "single": _single,
+    "horovod": _horovod,
+    "xla": _xla,
+}
 
 
 def register_collective(name: str, collective: type[Collective], *, overwrite: bool = False) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from datetime import timedelta
 
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
@@ -23,16 +24,18 @@ class _ProcessStores:
 
     def __init__(self) -> None:
         self._stores: dict[tuple[int, str, int], tuple[Store, Store | None]] = {}
-        self._generations: dict[tuple[int, str, int], int] = {}
+        self._generations: dict[tuple[int, str, int, int], int] = {}
+        self._lock = threading.Lock()
 
     def open(self, environment: LaunchEnvironment, timeout: timedelta) -> tuple[Store, Store | None, int]:
-        """The store, a second connection to it, and how often it was opened before."""
+        """The store, a second connection to it, and how often this rank has opened it before."""
         key = (os.getpid(), environment.master_addr, environment.master_port)
-        if key not in self._stores:
-            store = _connect(environment, timeout)
-            self._stores[key] = store, second_connection(store)
-        self._generations[key] = self._generations.get(key, -1) + 1
-        return *self._stores[key], self._generations[key]
+        own = (*key, environment.rank)
+        with self._lock:
+            if key not in self._stores:
+                self._stores[key] = _connections(environment, timeout)
+            self._generations[own] = self._generations.get(own, -1) + 1
+            return *self._stores[key], self._generations[own]
 
 
 _stores = _ProcessStores()
@@ -78,6 +81,14 @@ def join(environment: LaunchEnvironment, timeout: timedelta, settings: str) -> t
     if outcome == "settings":
         raise RendezvousError(f"the ranks were set up differently: {detail}. Give all ranks the same arguments.")
     return store, None if second is None else PrefixStore(prefix, second)
+
+
+def _connections(environment: LaunchEnvironment, timeout: timedelta) -> tuple[Store, Store | None]:
+    if environment.ranks_are_threads and environment.local_world_size == environment.world_size:
+        store = HashStore()  # a wait in it holds up only the thread that waits
+        return store, store
+    connection = _connect(environment, timeout)
+    return connection, second_connection(connection)
 
 
 def _connect(environment: LaunchEnvironment, timeout: timedelta) -> Store:

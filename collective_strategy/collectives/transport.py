@@ -1,8 +1,8 @@
 """Raw operations: any dtype, device and layout in; a fresh contiguous tensor out; no autograd.
 
-This is the only place that calls a backend's primitives. It makes tensors contiguous, brings them to the backend's
-device and to a dtype the backend declares (see `Capabilities`), and composes what the backend lacks. Ranks are group
-ranks. ``sizes`` lists the lengths along ``dim``, one per rank, the same list on all ranks.
+This is the only place that calls a backend's primitives. It makes tensors contiguous, brings them to a dtype the
+backend declares (see `Capabilities`) and then to its device and back, and composes what the backend lacks. Ranks are
+group ranks. ``sizes`` lists the lengths along ``dim``, one per rank, the same list on all ranks.
 """
 
 from __future__ import annotations
@@ -29,23 +29,24 @@ def all_reduce(collective: CollectiveBase, x: Tensor, op: ReduceOp) -> Tensor:
     if code.wire_op is None:
         reduced = code.fold(_gathered(collective, code.buffer))
     else:
-        wire_op, buffer = code.wire_op, code.buffer
-        reduced = _complete(collective, lambda: collective._all_reduce(buffer, wire_op))
-    return code.finish(reduced).to(x.device)
+        wire_op, shape = code.wire_op, code.buffer.shape
+        reduced = _carried(collective, code.buffer.reshape(-1), lambda there: collective._all_reduce(there, wire_op))
+        reduced = reduced[: code.buffer.numel()].reshape(shape)
+    return code.finish(reduced)
 
 
 def broadcast(collective: CollectiveBase, x: Tensor, src: int) -> Tensor:
     """The value of rank ``src``; ``x`` has its shape and dtype on every rank."""
     buffer, restore = _bytes_if_needed(collective, _outbound(collective, x))
-    if buffer.data_ptr() == x.data_ptr() or collective.world_size == 1:
+    if same_memory(buffer, x) or collective.world_size == 1:
         buffer = buffer.clone()
-    received = _complete(collective, lambda: collective._broadcast(buffer, src))
-    return restore(received).reshape(x.shape).to(x.device)
+    received = _carried(collective, buffer, lambda there: collective._broadcast(there, src))
+    return restore(received[: buffer.numel()]).reshape(x.shape)
 
 
 def all_gather(collective: CollectiveBase, x: Tensor) -> Tensor:
     """All tensors stacked in rank order: ``(world_size, *x.shape)``."""
-    return _gathered(collective, _outbound(collective, x)).to(x.device)
+    return _gathered(collective, _outbound(collective, x))
 
 
 def all_gather_cat(collective: CollectiveBase, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
@@ -55,13 +56,13 @@ def all_gather_cat(collective: CollectiveBase, x: Tensor, dim: int, sizes: Seque
     longest = max(sizes)
     if min(sizes) == longest:
         pieces = _gathered(collective, front).reshape(sum(sizes), *rest)
-        return _back(pieces, dim, x)
+        return _back(pieces, dim)
     # No backend's all_gather takes different lengths alike, so the pieces are padded to the longest.
     if front.shape[0] < longest:
         front = torch.cat([front, front.new_zeros(longest - front.shape[0], *rest)])
     gathered = _gathered(collective, front)
     pieces = torch.cat([gathered[rank, :size] for rank, size in enumerate(sizes)])
-    return _back(pieces, dim, x)
+    return _back(pieces, dim)
 
 
 def reduce_scatter(collective: CollectiveBase, x: Tensor, op: ReduceOp, dim: int, sizes: Sequence[int]) -> Tensor:
@@ -73,14 +74,14 @@ def reduce_scatter(collective: CollectiveBase, x: Tensor, op: ReduceOp, dim: int
     if code.wire_op is not None and min(sizes) == max(sizes):
         wire_op = code.wire_op
         chunks = code.buffer.reshape(collective.world_size, *shape)
-        reduced = _complete(collective, lambda: collective._reduce_scatter(chunks, wire_op))
+        reduced = _carried(collective, chunks, lambda there: collective._reduce_scatter(there, wire_op), padded=False)
     else:
         row = _numel(code.buffer.shape[1:])
         received = exchange(
             collective, code.buffer.reshape(-1), [size * row for size in sizes], [mine * row] * collective.world_size
         )
         reduced = code.fold(received.reshape(collective.world_size, *shape))
-    return _back(code.finish(reduced), dim, x)
+    return _back(code.finish(reduced), dim)
 
 
 def all_to_all(collective: CollectiveBase, x: Tensor, split_dim: int, concat_dim: int, sizes: Sequence[int],
@@ -94,7 +95,7 @@ def all_to_all(collective: CollectiveBase, x: Tensor, split_dim: int, concat_dim
     numels = [_numel(shape) for shape in received_shapes]
     received = exchange(collective, flat, [chunk.numel() for chunk in chunks], numels)
     parts = [part.reshape(list(shape)) for part, shape in zip(received.split(numels), received_shapes, strict=True)]
-    return torch.cat(parts, concat_dim).contiguous().to(x.device)
+    return torch.cat(parts, concat_dim).contiguous()
 
 
 def received_shapes(x: Tensor, split_dim: int, concat_dim: int, own: int, into: Sequence[int]) -> list[tuple[int, ...]]:
@@ -119,7 +120,7 @@ def permute(collective: CollectiveBase, x: Tensor, pairs: Sequence[tuple[int, in
     received = exchange(collective, flat if rank in sends_to else flat[:0], out, into)
     if rank not in hears_from:
         return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
-    return received.reshape(x.shape).to(x.device)
+    return received.reshape(x.shape)
 
 
 def scatter(collective: CollectiveBase, x: Tensor, src: int, dim: int, sizes: Sequence[int]) -> Tensor:
@@ -133,7 +134,7 @@ def scatter(collective: CollectiveBase, x: Tensor, src: int, dim: int, sizes: Se
     into = [mine * row if peer == src else 0 for peer in range(collective.world_size)]
     flat = front.reshape(-1)
     received = exchange(collective, flat if here else flat[:0], out, into)
-    return _back(received.reshape(mine, *rest), dim, x)
+    return _back(received.reshape(mine, *rest), dim)
 
 
 def gather_to(collective: CollectiveBase, x: Tensor, dst: int) -> Tensor | None:
@@ -143,15 +144,16 @@ def gather_to(collective: CollectiveBase, x: Tensor, dst: int) -> Tensor | None:
     here = collective.rank == dst
     out = [n if peer == dst else 0 for peer in range(collective.world_size)]
     received = exchange(collective, flat, out, [n if here else 0] * collective.world_size)
-    return received.reshape(collective.world_size, *x.shape).to(x.device) if here else None
+    return received.reshape(collective.world_size, *x.shape) if here else None
 
 
 def exchange(collective: CollectiveBase, flat: Tensor, out: Sequence[int], into: Sequence[int]) -> Tensor:
     """One flat tensor's pieces of lengths ``out`` to the ranks, pieces of lengths ``into`` from them."""
     buffer, restore = _bytes_if_needed(collective, flat)
     scale = buffer.numel() // flat.numel() if flat.numel() else _width(collective, flat.dtype)
-    sent, received = [n * scale for n in out], [n * scale for n in into]
-    return restore(_complete(collective, lambda: collective._all_to_all(buffer, sent, received)))
+    sent, expected = [n * scale for n in out], [n * scale for n in into]
+    received = _carried(collective, buffer, lambda there: collective._all_to_all(there, sent, expected))
+    return restore(received[: sum(expected)])
 
 
 def own_chunk(collective: CollectiveBase, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
@@ -176,10 +178,46 @@ def barrier(collective: CollectiveBase) -> None:
 
 
 def _gathered(collective: CollectiveBase, x: Tensor) -> Tensor:
-    """`_all_gather` of a contiguous tensor on the backend's device, in a dtype it moves."""
+    """`_all_gather` of a contiguous tensor, in a dtype the backend moves."""
     buffer, restore = _bytes_if_needed(collective, x)
-    gathered = _complete(collective, lambda: collective._all_gather(buffer))
-    return restore(gathered).reshape(collective.world_size, *x.shape)
+    gathered = _carried(collective, buffer, collective._all_gather)
+    return restore(gathered[:, : buffer.numel()].contiguous()).reshape(collective.world_size, *x.shape)
+
+
+def _carried(collective: CollectiveBase, x: Tensor, start: Callable[[Tensor], Handle], padded: bool = True) -> Tensor:
+    """A primitive's result, on the device of ``x``, which travels over the backend's own device.
+
+    Args:
+        collective: The backend.
+        x: Contiguous, in a dtype that the backend takes.
+        start: The primitive.
+        padded: ``x`` is flat and may travel with more entries at its end, as may the result.
+    """
+    types = collective.capabilities.device_types
+    if types is None or x.device.type in types:
+        return _complete(collective, lambda: start(x))
+    if padded and collective.capabilities.compiles:
+        x = _to_power_of_two(x)
+    return _complete(collective, lambda: Returning(start(x.to(collective.device)), x.device))
+
+
+def _to_power_of_two(x: Tensor) -> Tensor:
+    """With zeros at its end, so that lengths that change from call to call need few programs."""
+    length = 1 << (x.numel() - 1).bit_length() if x.numel() else 0
+    return x if length == x.numel() else torch.cat([x, x.new_zeros(length - x.numel())])
+
+
+class Returning(Handle):
+    """A handle whose result is brought to another device while it is waited for."""
+
+    def __init__(self, handle: Handle, device: torch.device) -> None:
+        self._handle, self._device = handle, device
+
+    def wait(self) -> Tensor:
+        return self._handle.wait().to(self._device)
+
+    def is_completed(self) -> bool:
+        return self._handle.is_completed()
 
 
 def _complete(collective: CollectiveBase, start: Callable[[], Handle]) -> Tensor:
@@ -189,12 +227,13 @@ def _complete(collective: CollectiveBase, start: Callable[[], Handle]) -> Tensor
 
 
 def _outbound(collective: CollectiveBase, x: Tensor) -> Tensor:
-    """Detached, with plain memory, contiguous, on a device the backend takes. May be ``x`` itself."""
-    x = x.detach().resolve_conj().resolve_neg()
-    types = collective.capabilities.device_types
-    if types is not None and x.device.type not in types:
-        x = x.to(collective.device)
-    return x.contiguous()
+    """Detached, with plain memory, contiguous. May be ``x`` itself."""
+    return x.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def same_memory(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors begin at one place. Tensors of lazy devices have no place; there each is its own."""
+    return x is y or (x.data_ptr() == y.data_ptr() and x.data_ptr() != 0)
 
 
 def _bytes_if_needed(collective: CollectiveBase, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
@@ -216,8 +255,8 @@ def _width(collective: CollectiveBase, dtype: torch.dtype) -> int:
     return 1 if dtype in collective.capabilities.movement_dtypes else dtype.itemsize
 
 
-def _back(front: Tensor, dim: int, like: Tensor) -> Tensor:
-    return front.movedim(0, dim).contiguous().to(like.device)
+def _back(front: Tensor, dim: int) -> Tensor:
+    return front.movedim(0, dim).contiguous()
 
 
 def _numel(shape: Sequence[int]) -> int:
@@ -234,11 +273,11 @@ def _same(x: Tensor) -> Tensor:
 def send(collective: CollectiveBase, x: Tensor, dst: int) -> Tensor:
     """Sends ``x`` to rank ``dst``."""
     buffer, _ = _bytes_if_needed(collective, _outbound(collective, x))
-    return _complete(collective, lambda: collective._send(buffer, dst))
+    return _carried(collective, buffer, lambda there: collective._send(there, dst), padded=False)
 
 
 def recv(collective: CollectiveBase, like: Tensor, src: int) -> Tensor:
     """The tensor of ``like``'s shape and dtype that rank ``src`` sends."""
     buffer, restore = _bytes_if_needed(collective, _outbound(collective, torch.empty_like(like)))
-    received = _complete(collective, lambda: collective._recv(buffer, src))
-    return restore(received).reshape(like.shape).to(like.device)
+    received = _carried(collective, buffer, lambda there: collective._recv(there, src), padded=False)
+    return restore(received).reshape(like.shape)

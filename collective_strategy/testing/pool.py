@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
-from collective_strategy.testing.spawner import ANSWER, FORK, REQUEST, WAIT
+from collective_strategy.testing.spawner import ANSWER, FORK, FORK_DEVICES, REQUEST, WAIT
 
 START = "from collective_strategy.testing.spawner import main; main()"
 # Imported once, before forking; the others only if the parent has them already.
@@ -57,9 +57,9 @@ class Spawner:
         """Whether it still runs and has imported what the parent has."""
         return self._process.poll() is None and self.modules == _modules_to_preload()
 
-    def fork(self, descriptors: list[int]) -> int:
-        """Forks a worker that owns copies of the descriptors; its process id."""
-        socket.send_fds(self._control, [REQUEST.pack(FORK, 0)], descriptors)
+    def fork(self, descriptors: list[int], *, devices: bool = False) -> int:
+        """Forks a process that owns copies of the descriptors; its process id."""
+        socket.send_fds(self._control, [REQUEST.pack(FORK_DEVICES if devices else FORK, 0)], descriptors)
         return self._answer()
 
     def wait(self, process: int) -> int:
@@ -82,69 +82,115 @@ class Spawner:
         return number
 
 
-class Worker:
-    """The process of one rank, seen from the parent."""
+class WorkerProcess:
+    """A process of one rank, or of all ranks as threads, seen from the parent."""
 
-    def __init__(self, spawner: Spawner, rank: int) -> None:
-        self.rank = rank
+    def __init__(self, spawner: Spawner, ranks: int = 1, *, devices: bool = False) -> None:
         self._spawner = spawner
-        self._stacks = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the worker
-        self.connection, theirs = Pipe()
+        self._stacks = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the process
+        pipes = [Pipe() for _ in range(ranks)]
+        self.connections = [ours for ours, _ in pipes]
+        self.threads: list[str] = []
         lifeline, self._lifeline = os.pipe()
+        theirs = [connection.fileno() for _, connection in pipes]
         try:
-            self.process = spawner.fork([theirs.fileno(), lifeline, self._stacks.fileno()])
+            self.process = spawner.fork([lifeline, self._stacks.fileno(), *theirs], devices=devices)
         finally:
-            theirs.close()
+            for _, connection in pipes:
+                connection.close()
             os.close(lifeline)
-        self._main_header = f"0x{self.connection.recv():016x}"
-
-    def stacks(self, patience: float = 5.0) -> str:
-        """Where its threads stood when its time was up, the main thread first."""
-        text, deadline = "", time.monotonic() + patience
-        while time.monotonic() < deadline:
-            before, text = text, self.last_words()
-            if self._main_header in text and text == before:  # on a busy machine it comes in pieces
-                break
-            time.sleep(0.05)
-        return self._main_thread_first(text) or "no answer: the process was stopped or had no time to run"
 
     def last_words(self) -> str:
         """What the fault handler wrote: stacks when its time was up, or when a signal ended the process."""
-        return os.pread(self._stacks.fileno(), 1 << 20, 0).decode(errors="replace")
+        if self._lifeline >= 0:
+            self._words = os.pread(self._stacks.fileno(), 1 << 20, 0).decode(errors="replace")
+        return self._words
+
+    def last_stacks(self) -> dict[int, str]:
+        """Where the thread of each rank stood."""
+        return {rank: "\n".join(_blocks(self.last_words(), thread)[:1]) for rank, thread in enumerate(self.threads)}
 
     def kill(self) -> int:
         """Ends the process if it still runs; its exit code."""
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self.process, signal.SIGKILL)
+            if self._lifeline >= 0:
+                os.kill(self.process, signal.SIGKILL)
         return self.reap()
 
     def reap(self) -> int:
         """Waits for the end of the process and frees what belongs to it; its exit code."""
-        self.connection.close()
+        for connection in self.connections:
+            connection.close()
         if self._lifeline >= 0:
             os.close(self._lifeline)
+            self.last_words()
             self._lifeline = -1
-            self._stacks.close()
             self._exit_code = self._spawner.wait(self.process)
+            self._stacks.close()
         return self._exit_code
 
-    def _main_thread_first(self, text: str) -> str:
-        header = r"(?:Current thread|Thread) 0x"
-        blocks = re.split(rf"(?m)^(?={header})", text)
-        lifeline = "in _die_with_parent"
-        blocks = [block.rstrip() for block in blocks if re.match(header, block) and lifeline not in block]
-        return "\n".join(sorted(blocks, key=lambda block: self._main_header not in block.partition("\n")[0]))
+
+class Worker:
+    """One rank, seen from the parent."""
+
+    def __init__(self, process: WorkerProcess, rank: int, connection: Connection) -> None:
+        self.rank = rank
+        self.process = process
+        self.connection = connection
+        self._thread = f"0x{connection.recv():016x}"
+        process.threads.append(self._thread)
+
+    def stacks(self, patience: float = 5.0) -> str:
+        """Where its threads stood when its time was up, its own thread first."""
+        text, deadline = "", time.monotonic() + patience
+        while time.monotonic() < deadline:
+            before, text = text, self.process.last_words()
+            if self._thread in text and text == before:  # on a busy machine it comes in pieces
+                break
+            time.sleep(0.05)
+        return self._own_thread_first(text) or "no answer: the process was stopped or had no time to run"
+
+    def last_words(self) -> str:
+        """What the fault handler wrote when a signal ended the process, its own thread first."""
+        words = self.process.last_words()
+        title, _, rest = words.partition("\n\n")
+        shared = len(self.process.connections) > 1
+        stacks = "\n".join(_blocks(rest, self._thread)[: 1 if shared else None])
+        return f"{title}\n\n{stacks}" if stacks else words
+
+    def _own_thread_first(self, text: str) -> str:
+        return "\n".join(_blocks(text, self._thread))
+
+
+def _blocks(text: str, first: str) -> list[str]:
+    """The stacks of the threads, that of the thread ``first`` at the front."""
+    header = r"(?:Current thread|Thread) 0x"
+    blocks = re.split(rf"(?m)^(?={header})", text)
+    lifeline = "in _die_with_parent"
+    blocks = [block.rstrip() for block in blocks if re.match(header, block) and lifeline not in block]
+    return sorted(blocks, key=lambda block: first not in block.partition("\n")[0])
 
 
 class Pool:
-    """One worker per rank, and the port at which they meet."""
+    """One worker per rank, and the port at which they meet.
 
-    def __init__(self, spawner: Spawner, size: int) -> None:
+    Args:
+        spawner: Who forks.
+        size: How many ranks.
+        devices: They are threads of one process, each with an XLA:CPU device.
+    """
+
+    def __init__(self, spawner: Spawner, size: int, *, devices: bool = False) -> None:
         self.port = _free_port()
+        self.devices = devices
+        self.processes: list[WorkerProcess] = []
         self.workers: list[Worker] = []
         try:
-            for rank in range(size):
-                self.workers.append(Worker(spawner, rank))
+            for _ in range(1 if devices else size):
+                process = WorkerProcess(spawner, size if devices else 1, devices=devices)
+                self.processes.append(process)
+                for connection in process.connections:
+                    self.workers.append(Worker(process, len(self.workers), connection))
         except BaseException:
             self.close()
             raise
@@ -155,9 +201,9 @@ class Pool:
         return {worker.connection: worker for worker in self.workers}
 
     def close(self) -> None:
-        """Kills the workers. They hold nothing that needs an orderly end, but rank 0 serves the others' store."""
-        for worker in reversed(self.workers):
-            worker.kill()
+        """Kills the processes. They hold nothing that needs an orderly end, but rank 0 serves the others' store."""
+        for process in reversed(self.processes):
+            process.kill()
 
 
 def _modules_to_preload() -> tuple[str, ...]:

@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from collective_strategy.collectives.registry import automatic_backend
+from collective_strategy.collectives.registry import automatic_backend, collective_class
+from collective_strategy.collectives.xla_threads import cpu_environment
 from collective_strategy.testing.outcome import (
     LeakedStateError,
     Outcome,
@@ -36,6 +37,7 @@ def run_ranks(
     fn: Callable[..., Any],
     *args: Any,
     backend: str | type | None = "auto",
+    ranks: str = "process",
     mesh: Mapping[str, int] | None = None,
     unions: Mapping[str, Any] | None = None,
     timeout: float = 60,
@@ -44,14 +46,17 @@ def run_ranks(
     env: Mapping[str, str] | None = None,
     **collective_options: Any,
 ) -> list[Outcome]:
-    """Calls ``fn(collective, *args)`` on ``n`` ranks, each a process, and returns what became of each.
+    """Calls ``fn(collective, *args)`` on ``n`` ranks and returns what became of each.
+
+    A rank is a process; with the backend ``"xla"`` it is a thread with an XLA:CPU device, all in one process apart.
 
     Args:
         n: How many ranks; 1 is a process too.
         fn: Any function, a closure or lambda too. It and ``args`` reach every rank as a copy of its own.
         backend: A registered name, ``"auto"`` (the one that the environment variable COLLECTIVE_STRATEGY_BACKEND names,
-            else torch), a ``Collective`` class, or ``None`` for processes with the launcher's environment variables and
-            no collective (``fn`` then gets ``None``).
+            else torch), a ``Collective`` class, or ``None`` for no collective (``fn`` then gets ``None``).
+        ranks: What a rank is with ``backend=None``: a ``"process"`` with the launcher's environment variables, or a
+            thread with a ``"device"`` of XLA's.
         mesh, unions, collective_options: Handed to the collective's constructor.
         timeout: Seconds, the time-out of the collective's own operations.
         grace: Seconds beyond ``timeout`` after which a rank that has not come back counts as hanging.
@@ -83,8 +88,9 @@ def run_ranks(
         backend = automatic_backend()
     options = {"mesh": mesh, "unions": unions, "timeout": timeout, **collective_options}
     work = work_bytes(fn, args, backend, options)
+    devices = (ranks if backend is None else _kind_of_rank(backend)) == "device"
     with _lock:
-        return _Run(n, backend, work, timeout + grace, fresh, dict(env or {})).outcomes()
+        return _Run(n, backend, devices, work, timeout + grace, fresh, dict(env or {})).outcomes()
 
 
 def close_pools() -> None:
@@ -112,14 +118,23 @@ class _Run:
     """One call on all ranks of one pool."""
 
     def __init__(
-        self, n: int, backend: str | type | None, work: bytes, limit: float, fresh: bool, env: dict[str, str]
+        self,
+        n: int,
+        backend: str | type | None,
+        devices: bool,
+        work: bytes,
+        limit: float,
+        fresh: bool,
+        env: dict[str, str],
     ) -> None:
         self.n = n
+        self.devices = devices
         self.work = work
         self.limit = limit
         self.fresh = fresh
         self.env = env
-        self.key = (backend if isinstance(backend, str) else getattr(backend, "__qualname__", "none"), n)
+        name = backend if isinstance(backend, str) else getattr(backend, "__qualname__", "none")
+        self.key = ("devices" if devices else name, n)
         self.reports: dict[int, Report] = {}
         self.closings: dict[int, Closing] = {}
         self.deaths: dict[int, WorkerDiedError] = {}
@@ -127,7 +142,7 @@ class _Run:
         self.keep = not fresh
 
     def outcomes(self) -> list[Outcome]:
-        self.pool = _take_pool(self.key, self.fresh)
+        self.pool = _take_pool(self.key, self.devices, self.fresh)
         try:
             self._send_calls()
             deadline = time.monotonic() + self.limit
@@ -147,7 +162,8 @@ class _Run:
     def _send_calls(self) -> None:
         for worker in self.pool.workers:
             place = Place(worker.rank, self.n, self.pool.port)
-            environment = worker_environment({**_launcher_variables(place), **self.env}.items())
+            given = cpu_environment(self.n) if self.devices else _launcher_variables(place)
+            environment = worker_environment({**given, **self.env}.items())
             worker.connection.send(Call(place, self.limit, self.work, environment, os.getcwd(), list(sys.path)))
 
     def _collect_reports(self, deadline: float) -> None:
@@ -242,7 +258,16 @@ class _Run:
         return RankTimeoutError(message + "\n".join(lines) + details, stacks, finished)
 
 
-def _take_pool(key: tuple[str, int], fresh: bool) -> Pool:
+def _kind_of_rank(backend: str | type) -> str:
+    """What the backend's ranks are; why one cannot be had is said in the ranks."""
+    try:
+        found = collective_class(backend) if isinstance(backend, str) else backend
+    except (ValueError, ImportError, TypeError):
+        return "process"
+    return str(getattr(found, "ranks_in_tests", "process"))
+
+
+def _take_pool(key: tuple[str, int], devices: bool, fresh: bool) -> Pool:
     global _spawner, _owner
     if _owner != os.getpid():
         _pools.clear()
@@ -255,14 +280,19 @@ def _take_pool(key: tuple[str, int], fresh: bool) -> Pool:
         _spawner = Spawner()
     while len(_pools) >= MAX_POOLS:
         _pools.pop(next(iter(_pools))).close()
-    return Pool(_spawner, key[1])
+    return Pool(_spawner, key[1], devices=devices)
 
 
 def _death(worker: Worker) -> WorkerDiedError:
+    code = worker.process.reap()
     words = worker.last_words()
-    code = worker.reap()
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    return WorkerDiedError(f"the process of rank {worker.rank} {how}" + (f"\n{words}" if words else ""), code)
+    whose = f"the process of rank {worker.rank}"
+    if len(worker.process.connections) > 1:
+        # XLA ends all ranks when one does not come; which one that is can be seen from where they stood.
+        places = [f"rank {rank}: {_top_of(text)}" for rank, text in worker.process.last_stacks().items()]
+        how = f"with all ranks in it {how}" + "".join(f"\n{place}" for place in places)
+    return WorkerDiedError(f"{whose} {how}" + (f"\n{words}" if words else ""), code)
 
 
 def _top_of(stacks: str) -> str:

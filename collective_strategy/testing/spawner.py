@@ -18,11 +18,12 @@ import time
 import traceback
 from multiprocessing.connection import Connection
 
-REQUEST = struct.Struct("!cq")  # FORK with three descriptors, or WAIT for a process id
+REQUEST = struct.Struct("!cq")  # FORK or FORK_DEVICES with descriptors, or WAIT for a process id
 ANSWER = struct.Struct("!q")  # the process id, or the exit code (minus the signal)
-FORK = b"f"
+FORK = b"f"  # one rank
+FORK_DEVICES = b"d"  # as many ranks as there are connections, each with a device of its own
 WAIT = b"w"
-DESCRIPTORS = 3  # the worker's connection, its lifeline, the file for its stacks
+DESCRIPTORS = 2 + 64  # the worker's lifeline, the file for its stacks, a connection for each of its ranks
 
 
 def main() -> None:
@@ -32,6 +33,7 @@ def main() -> None:
         # An import that fails here fails again in the worker, where it can be reported.
         with contextlib.suppress(Exception):
             importlib.import_module(name)
+    from collective_strategy.testing.device_threads import serve_devices
     from collective_strategy.testing.worker import serve
 
     gc.collect()
@@ -48,9 +50,12 @@ def main() -> None:
         process = os.fork()
         if process == 0:
             control.close()
-            connection, lifeline, stacks = descriptors
+            lifeline, stacks, *connections = descriptors
+            ranks = [Connection(connection) for connection in connections]
             try:
-                serve(Connection(connection), lifeline, stacks)
+                if kind == FORK_DEVICES:
+                    serve_devices(ranks, lifeline, stacks)
+                serve(ranks[0], lifeline, stacks)
             except BaseException:
                 traceback.print_exc()
             finally:

@@ -78,70 +78,124 @@ class Closing:
     failure: str | None = None
 
 
-def serve(connection: Connection, lifeline: int, stacks: int) -> None:
-    """Serves calls until the parent closes the connection. Never returns."""
-    threading.Thread(target=_die_with_parent, args=(lifeline,), name="lifeline", daemon=True).start()
-    connection.send(threading.get_ident())
-    restore_random_state = random_state()
-    try:
-        while True:
-            call: Call = connection.recv()
-            restore_random_state()
-            # Anew each time: a Trainer puts Python's default back for all signals when it is done.
-            os.ftruncate(stacks, 0)
-            os.lseek(stacks, 0, os.SEEK_SET)
-            faulthandler.disable()
-            faulthandler.enable(file=stacks)
-            _serve_call(connection, call, stacks)
-    except (EOFError, OSError):
-        os._exit(0)
+class OwnProcess:
+    """What a call does to its process before and after, where the process has one rank."""
 
+    def __init__(self, stacks: int) -> None:
+        self._stacks = stacks
+        self._restore_random_state = random_state()
 
-def _die_with_parent(lifeline: int) -> None:
-    # The parent holds the other end and never writes: reading returns when the parent is gone, however it went.
-    os.read(lifeline, 1)
-    os._exit(1)
-
-
-def _serve_call(connection: Connection, call: Call, stacks: int) -> None:
-    collective: Any = None
-    before: ProcessState | None = None
-    failure: str | None = None
-    was_set_up = False
-    raised: type[BaseException] | None = None
-    # A thread of the fault handler's, which neither a lock held by Python nor a signal that is taken can stop.
-    faulthandler.dump_traceback_later(call.limit, file=stacks)
-    try:
+    def begin(self, call: Call) -> None:
+        """Makes the process like the caller's."""
+        self._restore_random_state()
+        # Anew each time: a Trainer puts Python's default back for all signals when it is done.
+        os.ftruncate(self._stacks, 0)
+        os.lseek(self._stacks, 0, os.SEEK_SET)
+        faulthandler.disable()
+        faulthandler.enable(file=self._stacks)
         sys.path[:] = call.path
         os.chdir(call.directory)
         os.environ.clear()
         os.environ.update(call.environment)
-        work: Work = cloudpickle.loads(call.work)
+        self.watch(call.limit)
+
+    def together(self) -> None:
+        """Waits for the other ranks of this process."""
+
+    def watch(self, seconds: float) -> None:
+        """Writes where all threads stand if that takes longer."""
+        # A thread of the fault handler's, which neither a lock held by Python nor a signal that is taken can stop.
+        faulthandler.dump_traceback_later(seconds, file=self._stacks)
+
+    def unwatch(self) -> None:
+        """It did not."""
+        faulthandler.cancel_dump_traceback_later()
+
+    def place(self, place: Place) -> Any:
+        """The place of a rank, for the collective's set-up."""
+        from collective_strategy.collectives.environment import LaunchEnvironment
+
+        return LaunchEnvironment(
+            rank=place.rank,
+            world_size=place.world_size,
+            local_rank=place.rank,
+            local_world_size=place.world_size,
+            node_rank=0,
+            master_addr="127.0.0.1",
+            master_port=place.port,
+            source="run_ranks",
+        )
+
+
+def serve(connection: Connection, lifeline: int, stacks: int) -> None:
+    """Serves calls until the parent closes the connection. Never returns."""
+    die_with_parent(lifeline)
+    serve_rank(connection, OwnProcess(stacks))
+
+
+def serve_rank(connection: Connection, process: OwnProcess) -> None:
+    """Serves the calls of one rank. Never returns."""
+    connection.send(threading.get_ident())
+    try:
+        while True:
+            call: Call = connection.recv()
+            process.begin(call)
+            _serve_call(connection, call, process)
+    except (EOFError, OSError):
+        os._exit(0)
+
+
+def die_with_parent(lifeline: int) -> None:
+    """Ends this process when the parent is gone, however it went."""
+    threading.Thread(target=_die_with_parent, args=(lifeline,), name="lifeline", daemon=True).start()
+
+
+def _die_with_parent(lifeline: int) -> None:
+    # The parent holds the other end and never writes: reading returns when the parent is gone.
+    os.read(lifeline, 1)
+    os._exit(1)
+
+
+def _serve_call(connection: Connection, call: Call, process: OwnProcess) -> None:
+    collective: Any = None
+    work: Work | None = None
+    before: ProcessState | None = None
+    failure: str | None = None
+    was_set_up = False
+    raised: type[BaseException] | None = None
+    try:
+        work = cloudpickle.loads(call.work)
         collective = _create(work)
         before = ProcessState.now()  # after the imports, which may set variables of their own
-        if collective is not None:
-            collective.setup(_launch_environment(call.place))
-            was_set_up = True
-        report = Report(value=pack(work.function(collective, *work.arguments)))
-    except BaseException as error:  # SystemExit and pytest's outcomes too
-        report, raised = Report(error=pack(error), traceback=_traceback(error)), type(error)
-    faulthandler.cancel_dump_traceback_later()
+    except BaseException as error:
+        report = Report(error=pack(error), traceback=_traceback(error))
+    process.together()  # no rank has started anything yet
+    if before is not None and work is not None:
+        try:
+            if collective is not None:
+                collective.setup(process.place(call.place))
+                was_set_up = True
+            report = Report(value=pack(work.function(collective, *work.arguments)))
+        except BaseException as error:  # SystemExit and pytest's outcomes too
+            report, raised = Report(error=pack(error), traceback=_traceback(error)), type(error)
+    process.unwatch()
     if collective is not None:
         report = replace(report, broken=collective.broken if was_set_up else "it could not be set up")
     connection.send(report)
     work = report = None  # type: ignore[assignment]  # what they hold should be gone before the state is compared
     if connection.recv() != RELEASE:
         raise RuntimeError("expected a release")
-    faulthandler.dump_traceback_later(CLOSING_LIMIT, file=stacks)
+    process.watch(CLOSING_LIMIT)
     try:
         if collective is not None:
             collective.__exit__(raised, None, None)  # the tear-down, with or without an error
     except BaseException as error:
         failure = _traceback(error)
     collective = None
+    process.together()
     gc.collect()
     differences = before.differences() if before else []
-    faulthandler.cancel_dump_traceback_later()
+    process.unwatch()
     connection.send(Closing(differences, failure))
 
 
@@ -153,21 +207,6 @@ def _create(work: Work) -> Any:
     from collective_strategy.collectives.registry import create_collective
 
     return create_collective(work.backend, **work.options)
-
-
-def _launch_environment(place: Place) -> Any:
-    from collective_strategy.collectives.environment import LaunchEnvironment
-
-    return LaunchEnvironment(
-        rank=place.rank,
-        world_size=place.world_size,
-        local_rank=place.rank,
-        local_world_size=place.world_size,
-        node_rank=0,
-        master_addr="127.0.0.1",
-        master_port=place.port,
-        source="run_ranks",
-    )
 
 
 def _traceback(error: BaseException) -> str:

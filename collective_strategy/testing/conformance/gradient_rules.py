@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from collective_strategy.collectives import Collective
 from collective_strategy.testing.conformance.expect import Expect
-from collective_strategy.testing.conformance.suite import check
+from collective_strategy.testing.conformance.suite import NotApplicable, check
 
 _MESH = {"data": -1, "model": 2}
 
@@ -149,15 +149,23 @@ def transforms_of_torch_func_are_right_or_refused(collective: Collective, expect
     for name, call in (("all_reduce", collective.all_reduce), ("all_gather", collective.all_gather)):
         gradient = torch.func.grad(lambda t: (call(t) * weight).sum())(x)
         expect.close(gradient, np.full(2, total), torch.float32, f"torch.func.grad of {name}", 1e-6)
-        values = call(x)
-        tangent = torch.func.jvp(call, (x,), (x,))[1]
-        expect.close(tangent, values.numpy(), torch.float32, f"torch.func.jvp of {name}", 1e-6)
-        with forward_ad.dual_level():
-            dual = forward_ad.unpack_dual(call(forward_ad.make_dual(x, x)))
-            expect.close(dual.tangent, values.numpy(), torch.float32, f"forward mode of {name}", 1e-6)
         act = lambda: torch.func.vmap(call)(torch.ones(2, 2))  # noqa: E731
         expect.raises((NotImplementedError, TypeError), "vmap refused", act, f"{name} under vmap")
         for transform in (torch.func.grad, torch.func.vmap):
             act = lambda: transform(lambda t: collective.all_reduce(t, "max").sum())(x)  # noqa: E731
             expect.raises(Exception, "", act, f"all_reduce max under {transform.__name__}")
     expect.bits(collective.all_reduce(torch.ones(1)), np.full(1, n), torch.float32, "the next call")
+
+
+@check("all_reduce", "all_gather")
+def forward_mode_derivatives_are_right(collective: Collective, expect: Expect) -> None:
+    if collective.ranks_in_tests != "process":
+        raise NotApplicable("torch has one level of forward-mode differentiation per process, which the ranks share")
+    x = torch.full((2,), 1.0 + collective.rank)
+    for name, call in (("all_reduce", collective.all_reduce), ("all_gather", collective.all_gather)):
+        values = call(x)
+        tangent = torch.func.jvp(call, (x,), (x,))[1]
+        expect.close(tangent, values.numpy(), torch.float32, f"torch.func.jvp of {name}", 1e-6)
+        with forward_ad.dual_level():
+            dual = forward_ad.unpack_dual(call(forward_ad.make_dual(x, x)))
+            expect.close(dual.tangent, values.numpy(), torch.float32, f"forward mode of {name}", 1e-6)

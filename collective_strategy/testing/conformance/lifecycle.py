@@ -14,7 +14,6 @@ from collective_strategy.collectives import (
     Collective,
     CollectiveStateError,
     LaunchEnvironment,
-    read_environment,
 )
 from collective_strategy.testing.conformance.expect import Expect
 from collective_strategy.testing.conformance.suite import check
@@ -122,6 +121,6 @@ def an_aborted_collective_says_why(collective: Collective, expect: Expect) -> No
 
 def _place(collective: Collective) -> LaunchEnvironment:
     """This rank's place, as the launcher's variables say it."""
-    place = read_environment()
+    place = collective.launch_environment()
     assert (place.rank, place.world_size) == (collective.rank, collective.world_size)
     return place

@@ -1,0 +1,311 @@
+"""XLA: collectives between the replicas of torch_xla, on TPUs (a process per chip) or CPU devices (threads)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from collective_strategy.collectives.capabilities import Capabilities
+from collective_strategy.collectives.collective import Collective
+from collective_strategy.collectives.composed import composed_all_to_all, composed_reduce_scatter
+from collective_strategy.collectives.environment import LaunchEnvironment
+from collective_strategy.collectives.handles import CompletedHandle, Handle
+from collective_strategy.collectives.layout import Partition
+from collective_strategy.collectives.operations import ReduceOp
+from collective_strategy.collectives.rendezvous import join
+from collective_strategy.collectives.side_channel import SideChannel
+from collective_strategy.collectives.xla_runtime import (
+    Replica,
+    import_xla,
+    refuse_other_size,
+    replica_environment,
+)
+
+_OPS = {ReduceOp.SUM: "sum", ReduceOp.MAX: "max", ReduceOp.MIN: "min", ReduceOp.PROD: "mul"}
+_REDUCED = frozenset(
+    {
+        torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+        torch.bfloat16, torch.float16, torch.float32, torch.float64,
+    }
+)  # fmt: skip
+_MOVED = _REDUCED | {torch.bool}
+
+Groups = tuple[tuple[int, ...], ...]
+
+
+class XLACollective(Collective):
+    """A collective of torch_xla's replicas, made from `torch_xla.core.xla_model`'s operations.
+
+    XLA records operations and runs them as one compiled program, which must be the same on all replicas. So each
+    operation here cuts the graph before and after itself: what a rank has pending of its own, such as a value to be
+    logged on rank 0, cannot end up in the others' program; and values that differ by rank are uploaded as data. All
+    reductions that were started and not waited for become one operation on a list.
+
+    Not every combination of operation and dtype exists in XLA; what does not is gathered and reduced on every rank, or
+    moved as bytes, see ``capabilities``.
+    """
+
+    backend_name: ClassVar[str] = "xla"
+    ranks_in_tests: ClassVar[str] = "device"
+    _CAPABILITIES = Capabilities(
+        movement_dtypes=_MOVED,
+        reduction_dtypes=dict.fromkeys(_OPS, _REDUCED),
+        device_types=frozenset({"xla"}),
+        primitives=frozenset({"all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "barrier"}),
+        timeout="aborts",
+        asynchronous=False,
+        compiles=True,
+    )
+    _replica: Replica
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._batch: _Batch | None = None
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._CAPABILITIES
+
+    @classmethod
+    def launch_environment(cls) -> LaunchEnvironment:
+        return replica_environment()
+
+    # -- set-up --------------------------------------------------------------------------------------------------------
+
+    def _open(self, environment: LaunchEnvironment, settings: str) -> SideChannel | None:
+        replica = Replica.current()
+        refuse_other_size(environment, replica)
+        self._replica = replica
+        self._device_setting = replica.device
+        if self.world_size == 1:
+            return None
+        store, second = join(environment, self.timeout, f"backend=xla, {settings}")
+        return SideChannel(store, second, "side")
+
+    def _close(self) -> None:
+        pass
+
+    def _new_group(self, ranks: tuple[int, ...], partition: Partition, scope: str) -> Any:
+        """XLA wants to know the groups of all ranks, not only the own one."""
+        return _complete_partition([[self.ranks[r] for r in group] for group in partition.groups()], self.global_size)
+
+    @property
+    def global_size(self) -> int:
+        """Number of replicas of the whole job."""
+        return self._root.world_size
+
+    # -- primitives ----------------------------------------------------------------------------------------------------
+
+    def _barrier(self) -> Handle:
+        def meet() -> Tensor:
+            met = self._all_reduced("sum", self._replica.upload([1]))
+            self._replica.cut()
+            return met.cpu()
+
+        return _Deferred(self, meet)
+
+    def _all_reduce(self, x: Tensor, op: ReduceOp) -> Handle:
+        if x.numel() == 0:
+            return CompletedHandle(x)
+        batch = self._batch
+        if batch is None or not batch.takes(self, op):
+            batch = self._batch = _Batch(self, op)
+        return batch.add(x)
+
+    def _broadcast(self, x: Tensor, src: int) -> Handle:
+        if x.numel() == 0:
+            return CompletedHandle(x)
+        if x.dtype.is_floating_point and _is_even(self._groups):
+            return _Deferred(self, lambda: self._scattered_and_gathered(x, self._replica.upload(src)))
+        here = self._replica.upload(self.rank == src)
+        return _Deferred(self, lambda: self._all_reduced("sum", self._only(here, _as_number(x))).to(x.dtype))
+
+    def _all_gather(self, x: Tensor) -> Handle:
+        shape = (self.world_size, *x.shape)
+        if x.numel() == 0:
+            return CompletedHandle(x.new_empty(shape))
+        if not _is_even(self._groups):
+            here = self._replica.upload([[rank == self.rank] for rank in range(self.world_size)])
+
+            def placed() -> Tensor:
+                rows = _as_number(x).reshape(1, -1).expand(self.world_size, -1)
+                return self._all_reduced("sum", self._only(here, rows)).to(x.dtype).reshape(shape)
+
+            return _Deferred(self, placed)
+        return _Deferred(self, lambda: self._all_gathered(x.reshape(1, -1)).reshape(shape))
+
+    def _reduce_scatter(self, x: Tensor, op: ReduceOp) -> Handle:
+        if x.numel() == 0:
+            return CompletedHandle(x.new_empty(x.shape[1:]))
+        if not _is_even(self._groups):
+            return composed_reduce_scatter(self, x, op)
+        _, xm, _ = import_xla()
+
+        def scatter() -> Tensor:
+            scattered = xm.reduce_scatter(
+                _OPS[op], x.reshape(self.world_size, -1), scale=1.0, scatter_dim=0, shard_count=self.world_size,
+                groups=self._group_lists, pin_layout=False,
+            )  # fmt: skip
+            return scattered.reshape(x.shape[1:])
+
+        return _Deferred(self, scatter)
+
+    def _all_to_all(self, x: Tensor, out: Sequence[int], into: Sequence[int]) -> Handle:
+        """All pieces have one length in XLA: that of the longest piece of any rank, to which the others are padded."""
+        if not _is_even(self._groups):
+            return composed_all_to_all(self, x, out, into)
+        own = torch.tensor([max(out), -min(out)])
+        extremes = self._all_reduce(own.to(self.device), ReduceOp.MAX).wait()
+        longest, shortest = extremes.tolist()
+        shortest = -shortest
+        if longest == 0:
+            return CompletedHandle(x.new_empty(0))
+        if longest != shortest or x.numel() != sum(out):
+            longest = 1 << (longest - 1).bit_length()
+            x = _picked(x, self._replica.upload(_positions(out, longest, x.numel())))
+        handle = _Deferred(self, lambda: self._all_exchanged(x.reshape(self.world_size, longest)).reshape(-1))
+        if all(length == longest for length in into):
+            return handle
+        arrived = handle.wait()
+        wanted = [rank * longest + i for rank, length in enumerate(into) for i in range(length)]
+        # a power of two again, so that few programs are compiled; what follows the pieces means nothing
+        wanted += [0] * ((1 << max(0, (len(wanted) - 1).bit_length())) - len(wanted))
+        return CompletedHandle(arrived.index_select(0, self._replica.upload(wanted)))
+
+    # -- the operations of torch_xla -----------------------------------------------------------------------------------
+
+    @property
+    def _groups(self) -> Groups:
+        groups: Groups = self._group or ()
+        return groups
+
+    @property
+    def _group_lists(self) -> list[list[int]] | None:
+        return [list(group) for group in self._groups] or None
+
+    def _all_reduced(self, op: str, x: Tensor) -> Tensor:
+        _, xm, _ = import_xla()
+        result: Tensor = xm.all_reduce(op, x, groups=self._group_lists, pin_layout=False)
+        return result
+
+    def _only(self, here: Tensor, x: Tensor) -> Tensor:
+        """``x`` where this rank is meant, zeros elsewhere; a multiplication would let this rank's NaN through."""
+        return torch.where(here, x, torch.zeros_like(x))
+
+    def _scattered_and_gathered(self, x: Tensor, src: Tensor) -> Tensor:
+        """A broadcast bit by bit: a sum with zeros would lose the sign of -0.0."""
+        n, flat = self.world_size, x.reshape(-1)
+        rows = torch.nn.functional.pad(flat, (0, -flat.numel() % n)).reshape(n, -1)
+        chunk = self._all_exchanged(rows).index_select(0, src)
+        return self._all_gathered(chunk).reshape(-1)[: flat.numel()].reshape(x.shape)
+
+    def _all_exchanged(self, rows: Tensor) -> Tensor:
+        _, xm, _ = import_xla()
+        result: Tensor = xm.all_to_all(rows, 0, 0, self.world_size, groups=self._group_lists, pin_layout=False)
+        return result
+
+    def _all_gathered(self, row: Tensor) -> Tensor:
+        _, xm, _ = import_xla()
+        result: Tensor = xm.all_gather(row, dim=0, groups=self._group_lists, pin_layout=False)
+        return result
+
+    def _list_reduced(self, op: str, tensors: list[Tensor]) -> list[Tensor]:
+        """One operation for tensors of any shapes and dtypes."""
+        _, xm, _ = import_xla()
+        # Torch_xla overwrites the tensors of a list behind the back of functionalization: what has updates pending or
+        # is a view would keep its old value (https://github.com/pytorch/xla/issues/7174). Fresh copies have neither.
+        copies = [tensor.detach().clone() for tensor in tensors]
+        xm.all_reduce(op, copies, groups=self._group_lists, pin_layout=False)
+        return copies
+
+
+class _Deferred(Handle):
+    """An operation that is recorded when it is waited for, between two cuts of the graph."""
+
+    def __init__(self, collective: XLACollective, make: Callable[[], Tensor]) -> None:
+        self._collective, self._make = collective, make
+        self._result: Tensor | None = None
+
+    def wait(self) -> Tensor:
+        if self._result is None:
+            self._collective._replica.cut()
+            self._result = self._make()
+            self._collective._replica.cut()
+        return self._result
+
+    def is_completed(self) -> bool:
+        return self._result is not None
+
+
+class _Batch:
+    """Reductions that were started one after the other; the first wait runs all of them as one operation."""
+
+    def __init__(self, collective: XLACollective, op: ReduceOp) -> None:
+        self.op = op
+        self.done = False
+        self._collective = collective
+        self._tensors: list[Tensor] = []
+        self._results: list[Tensor] = []
+
+    def takes(self, collective: XLACollective, op: ReduceOp) -> bool:
+        """Whether a further reduction can be part of it; a part of a collective begins with its parent's batch."""
+        return not self.done and self._collective is collective and self.op is op
+
+    def add(self, x: Tensor) -> Handle:
+        self._tensors.append(x)
+        return _Member(self, len(self._tensors) - 1)
+
+    def result(self, index: int) -> Tensor:
+        if not self.done:
+            self._collective._replica.cut()
+            self._results = self._collective._list_reduced(_OPS[self.op], self._tensors)
+            self._collective._replica.cut()
+            self.done, self._tensors = True, []
+        return self._results[index]
+
+
+class _Member(Handle):
+    def __init__(self, batch: _Batch, index: int) -> None:
+        self._batch, self._index = batch, index
+
+    def wait(self) -> Tensor:
+        return self._batch.result(self._index)
+
+    def is_completed(self) -> bool:
+        return self._batch.done
+
+
+def _complete_partition(groups: list[list[int]], size: int) -> Groups:
+    """With the ranks that no group has, cut alike where that is possible: some operations need groups of one size."""
+    known = {rank for group in groups for rank in group}
+    rest = [rank for rank in range(size) if rank not in known]
+    lengths = {len(group) for group in groups}
+    step = lengths.pop() if len(lengths) == 1 else 1
+    if len(rest) % step:
+        step = 1
+    parts = [rest[start : start + step] for start in range(0, len(rest), step)]
+    return tuple(tuple(group) for group in [*groups, *parts])
+
+
+def _is_even(groups: Groups) -> bool:
+    return len({len(group) for group in groups}) <= 1
+
+
+def _as_number(x: Tensor) -> Tensor:
+    return x.to(torch.uint8) if x.dtype is torch.bool else x
+
+
+def _positions(lengths: Sequence[int], longest: int, end: int) -> list[int]:
+    """Where each entry of the padded pieces comes from; ``end`` for the padding."""
+    positions, start = [], 0
+    for length in lengths:
+        positions += [*range(start, start + length), *[end] * (longest - length)]
+        start += length
+    return positions
+
+
+def _picked(x: Tensor, positions: Tensor) -> Tensor:
+    return torch.cat([x, x.new_zeros(1)]).index_select(0, positions)

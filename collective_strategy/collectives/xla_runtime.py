@@ -1,0 +1,127 @@
+"""What we need from torch_xla's runtime: this replica's place, its device, and the cut of a graph."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from collective_strategy.collectives.environment import LaunchEnvironment, read_environment
+from collective_strategy.collectives.errors import CollectiveError, CollectiveStateError
+
+TOKEN_VARIABLE = "DISABLE_NUMERIC_CC_TOKEN"
+_INSTALL = (
+    "The backend 'xla' needs torch_xla, which is not installed or does not fit this torch: {error}. Install "
+    "collective_strategy[xla] (torch_xla 2.9 with torch 2.9) in an environment of its own."
+)
+
+
+def import_xla() -> tuple[ModuleType, ModuleType, ModuleType]:
+    """``torch_xla``, its ``core.xla_model`` and its ``runtime``.
+
+    Raises:
+        ImportError: they are not installed.
+    """
+    # Gathers and exchanges add a token to their input that is made from an earlier result, to keep their order. One NaN
+    # there makes all later results NaN. Equal graphs, which we need anyway, keep the order too. The variable is read
+    # once, at the first collective of the process.
+    os.environ.setdefault(TOKEN_VARIABLE, "1")
+    try:
+        import torch_xla
+        from torch_xla import runtime
+        from torch_xla.core import xla_model
+    except ImportError as error:
+        raise ImportError(_INSTALL.format(error=error)) from error
+    return torch_xla, xla_model, runtime
+
+
+@dataclass(frozen=True)
+class Replica:
+    """One XLA device and the thread or process that drives it.
+
+    Captured once: in any thread but the replica's own (data loading, autograd in some versions) torch_xla answers for
+    device 0.
+    """
+
+    device: torch.device
+    rank: int
+    world_size: int
+    waits: bool
+
+    @classmethod
+    def current(cls) -> Replica:
+        """That of the calling thread.
+
+        Raises:
+            CollectiveStateError: under SPMD, where one program drives all devices and there are no ranks.
+        """
+        torch_xla, _, runtime = import_xla()
+        if runtime.is_spmd():
+            raise CollectiveStateError(
+                "the backend 'xla' was asked for while torch_xla is in SPMD mode (xr.use_spmd()), where one program "
+                "drives all devices and torch_xla's collectives do nothing. Do not call use_spmd(), or shard with "
+                "torch_xla's own SPMD instead of a collective."
+            )
+        # A CPU's results are there soon, and waiting keeps the threads of a process in step; see xla_threads.
+        waits = runtime.device_type() == "CPU"
+        return cls(torch_xla.device(), runtime.global_ordinal(), runtime.world_size(), waits)
+
+    def cut(self) -> None:
+        """Ends the graph recorded so far: what is pending runs on its own, apart from what comes."""
+        torch_xla, xla_model, _ = import_xla()
+        torch_xla.sync()
+        if self.waits:
+            xla_model.wait_device_ops([str(self.device)])
+
+    def upload(self, value: Any) -> Tensor:
+        """A value that differs by rank, as data: as a constant it would make the ranks' graphs differ."""
+        # a tensor without dims would become a constant all the same
+        return torch.atleast_1d(torch.as_tensor(value)).to(self.device)
+
+
+def replica_environment() -> LaunchEnvironment:
+    """This replica's place, from torch_xla's runtime; the meeting point from MASTER_ADDR and MASTER_PORT."""
+    _, _, runtime = import_xla()
+    replica = Replica.current()
+    local = runtime.addressable_device_count() * _local_processes()
+    known = read_environment() if "RANK" in os.environ else None
+    threads = runtime.addressable_device_count() > 1
+    return LaunchEnvironment(
+        rank=replica.rank,
+        world_size=replica.world_size,
+        local_rank=replica.rank % local,
+        local_world_size=min(local, replica.world_size),
+        node_rank=replica.rank // local,
+        master_addr=os.environ.get("MASTER_ADDR", "127.0.0.1"),
+        master_port=int(os.environ.get("MASTER_PORT", "29500")),
+        source="xla" if replica.world_size > 1 else "single",
+        job_id="" if known is None else known.job_id,
+        attempt=0 if known is None else known.attempt,
+        store_is_served=False if known is None else known.store_is_served,
+        ranks_are_threads=threads,
+    )
+
+
+def refuse_other_size(environment: LaunchEnvironment, replica: Replica) -> None:
+    """The launcher and XLA must agree.
+
+    Raises:
+        CollectiveError: they do not; every replica would work alone, or wait for ever.
+    """
+    if (environment.rank, environment.world_size) == (replica.rank, replica.world_size):
+        return
+    raise CollectiveError(
+        f"the launcher ({environment.source}) says rank {environment.rank} of {environment.world_size}, but "
+        f"torch_xla's runtime says replica {replica.rank} of {replica.world_size}. Start one process per chip with "
+        "torch_xla.launch() or torchrun; on CPUs, processes cannot reach each other: use collective_strategy."
+        "testing.run_ranks(n, ..., backend='xla') or Trainer(strategy='collective_xla'), which run one thread per "
+        "device."
+    )
+
+
+def _local_processes() -> int:
+    return int(os.environ.get("PJRT_LOCAL_PROCESS_COUNT", "1"))
