@@ -150,7 +150,7 @@ def gather_to(collective: CollectiveBase, x: Tensor, dst: int) -> Tensor | None:
 def exchange(collective: CollectiveBase, flat: Tensor, out: Sequence[int], into: Sequence[int]) -> Tensor:
     """One flat tensor's pieces of lengths ``out`` to the ranks, pieces of lengths ``into`` from them."""
     buffer, restore = _bytes_if_needed(collective, flat)
-    scale = buffer.numel() // flat.numel() if flat.numel() else _width(collective, flat.dtype)
+    scale = flat.dtype.itemsize if _moves_as_bytes(collective, flat) else 1
     sent, expected = [n * scale for n in out], [n * scale for n in into]
     received = _carried(collective, buffer, lambda there: collective._all_to_all(there, sent, expected))
     return restore(received[: sum(expected)])
@@ -237,22 +237,26 @@ def same_memory(x: Tensor, y: Tensor) -> bool:
 
 
 def _bytes_if_needed(collective: CollectiveBase, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """``x`` flat, viewed as bytes where the backend does not move its dtype, and the way back."""
+    """``x`` flat, viewed as bytes where that is how it moves, and the way back."""
     flat = _flat(x)
-    if x.dtype in collective.capabilities.movement_dtypes:
+    if not _moves_as_bytes(collective, x):
         return flat, _same
     dtype = x.dtype
     return flat.view(torch.uint8), lambda moved: moved.reshape(-1).view(dtype)
+
+
+def _moves_as_bytes(collective: CollectiveBase, x: Tensor) -> bool:
+    """What the backend does not move, and what a backend that compiles would otherwise compile once per dtype."""
+    capabilities = collective.capabilities
+    types = capabilities.device_types
+    host = types is not None and x.device.type not in types
+    return x.dtype not in capabilities.movement_dtypes or (host and capabilities.compiles)
 
 
 def _flat(x: Tensor) -> Tensor:
     """A contiguous tensor in one dim of stride 1: torch lets a dim of length 1 have any stride."""
     flat = x.reshape(-1)
     return flat if flat.stride(0) == 1 else flat.as_strided(flat.shape, (1,))
-
-
-def _width(collective: CollectiveBase, dtype: torch.dtype) -> int:
-    return 1 if dtype in collective.capabilities.movement_dtypes else dtype.itemsize
 
 
 def _back(front: Tensor, dim: int) -> Tensor:

@@ -156,7 +156,7 @@ class XLACollective(Collective):
     def _all_to_all(self, x: Tensor, out: Sequence[int], into: Sequence[int]) -> Handle:
         """All pieces have one length in XLA: that of the longest piece of any rank, to which the others are padded."""
         if not _is_even(self._groups):
-            return composed_all_to_all(self, x, out, into)
+            return composed_all_to_all(self, x[: sum(out)], out, into)
         own = torch.tensor([max(out), -min(out)])
         extremes = self._all_reduce(own.to(self.device), ReduceOp.MAX).wait()
         longest, shortest = extremes.tolist()

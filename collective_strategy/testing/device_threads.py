@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import threading
 from multiprocessing.connection import Connection
 from typing import Any
@@ -12,6 +13,7 @@ from collective_strategy.testing.worker import Call, OwnProcess, Place, die_with
 def serve_devices(connections: list[Connection], lifeline: int, stacks: int) -> None:
     """Serves calls until the parent closes the connections. Never returns."""
     die_with_parent(lifeline)
+    faulthandler.enable(file=stacks)
     from collective_strategy.collectives.xla_threads import run_on_cpu_devices
 
     process = SharedProcess(stacks, len(connections))

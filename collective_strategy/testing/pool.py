@@ -137,7 +137,14 @@ class Worker:
         self.rank = rank
         self.process = process
         self.connection = connection
-        self._thread = f"0x{connection.recv():016x}"
+        try:
+            self._thread = f"0x{connection.recv():016x}"
+        except EOFError:
+            code = process.reap()
+            raise RuntimeError(
+                f"the process of rank {rank} ended with code {code} before it was ready; see its output above. "
+                f"{process.last_words()}"
+            ) from None
         process.threads.append(self._thread)
 
     def stacks(self, patience: float = 5.0) -> str:

@@ -212,7 +212,9 @@ class _Run:
             return worker.connection.recv()
         except (EOFError, OSError):
             self.keep = False
-            self.deaths[worker.rank] = _death(worker)
+            for other in self.pool.workers:
+                if other.process is worker.process and other.rank not in self.closings:
+                    self.deaths[other.rank] = _death(other)
             return None
 
     def _release(self, ranks: set[int]) -> None:
@@ -223,9 +225,10 @@ class _Run:
                     worker.connection.send(RELEASE)
 
     def _outcome(self, rank: int) -> Outcome:
-        if rank in self.deaths:
+        report = self.reports.get(rank)
+        if report is None or (rank in self.deaths and report.error is None):
             return Outcome(rank, error=self.deaths[rank])
-        report, closing = self.reports[rank], self.closings[rank]
+        closing = self.closings.get(rank, Closing([]))  # none if its process died after the report
         problems = [] if self.fresh else list(closing.differences)
         if closing.failure:
             problems.append(f"the tear-down failed:\n{closing.failure}")
