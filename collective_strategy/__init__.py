@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collective_strategy.collectives import TorchDistributedCollective as TorchDistributedCollective
     from collective_strategy.collectives import redistribute as redistribute
     from collective_strategy.collectives import scale_grad as scale_grad
+    from collective_strategy.collectives import seed_ranks as seed_ranks
     from collective_strategy.gradients import GradientReducer as GradientReducer
     from collective_strategy.inspection import audit as audit
     from collective_strategy.inspection import explain as explain
@@ -53,6 +54,7 @@ _PLACES = {
     "verify": "collective_strategy.inspection",
     "redistribute": "collective_strategy.collectives",
     "scale_grad": "collective_strategy.collectives",
+    "seed_ranks": "collective_strategy.collectives",
 }
 
 __all__ = ["__version__", *_PLACES]

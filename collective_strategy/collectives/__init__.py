@@ -23,6 +23,7 @@ from collective_strategy.collectives.functions import (
 from collective_strategy.collectives.handles import CompletedHandle, Handle
 from collective_strategy.collectives.layout import MeshLayout, Partition
 from collective_strategy.collectives.operations import OPERATIONS, Operation, Pair, ReduceOp
+from collective_strategy.collectives.random_numbers import seed_ranks
 from collective_strategy.collectives.registry import (
     available_collectives,
     collective_class,
@@ -66,4 +67,5 @@ __all__ = [
     "register_collective",
     "scale_grad",
     "scatter_to_parallel_region",
+    "seed_ranks",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -121,6 +122,26 @@ class Collective(DataOperations, InPlaceOperations, ObjectOperations):
         with self._named(f"{name}({argument}={other})"):
             act = uneven_shapes.send if name == "send" else uneven_shapes.recv
             return act(self, x, other)
+
+    # -- random numbers ------------------------------------------------------------------------------------------------
+
+    def varying_rng(self) -> AbstractContextManager[None]:
+        """Within it, torch's random numbers differ between the ranks of this collective: for dropout on, and start
+        values of, pieces of a model. Nothing is sent.
+
+        All ranks enter it at the same place. It seeds torch's generators (of the CPU and of the collective's device)
+        from a number that it draws from the CPU's outer generator, and the rank, and puts them back at the end. So it
+        goes on as before after a resume, and gives the same numbers in the recomputation of activation checkpointing,
+        reentrant or not, wherever the outer generator does.
+
+        Example:
+            >>> with collective["model"].varying_rng():
+            ...     hidden = dropout(own_features)
+        """
+        from collective_strategy.collectives.random_numbers import varying
+
+        self._require_usable("varying_rng")
+        return varying(self)
 
     # -- groups --------------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from collective_strategy.gradients.inventory import Communicators, Inventory
 from collective_strategy.gradients.leftovers import reduce_leftovers
 from collective_strategy.gradients.norms import NormOperations
 from collective_strategy.gradients.plan import BucketSizes, Plan
-from collective_strategy.gradients.replicas import broadcast_replicas
+from collective_strategy.gradients.replicas import BufferReduction, broadcast_replicas, make_buffers_equal
 from collective_strategy.gradients.statistics import ReducerStatistics
 from collective_strategy.sharing.roles import UnmarkedPolicy
 
@@ -201,6 +201,13 @@ class GradientReducer(NormOperations):
         That is the data axis, and the axes over which a weight is marked shared. Called by all ranks.
         """
         broadcast_replicas(self._module, self._communicators, self._unmarked)
+
+    def make_buffers_equal(self, reduction: BufferReduction = "first") -> None:
+        """Gives all copies of a buffer the values of the first rank, or the mean. Called by all ranks.
+
+        For running statistics, which each rank updates by itself, before evaluation and before they are saved.
+        """
+        make_buffers_equal(self._module, self._communicators, self._unmarked, reduction)
 
     def close(self) -> None:
         """Removes all hooks. Local, idempotent."""

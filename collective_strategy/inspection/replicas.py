@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from collective_strategy.gradients.inventory import Communicators
+from collective_strategy.gradients.replicas import write_values
 from collective_strategy.sharing.roles import UnmarkedPolicy
 
 
@@ -109,7 +110,7 @@ def _as_tensor(value: float) -> Tensor:
 def _copies_into(tensor: Tensor) -> Callable[[Tensor], None]:
     def write(value: Tensor) -> None:
         with torch.no_grad():
-            tensor.copy_(value)
+            write_values(tensor, value)
 
     return write
 

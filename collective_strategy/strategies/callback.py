@@ -22,10 +22,22 @@ class StrategyCallbackBehaviour(_Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._strategy.before_train_start()
+        self._strategy.seed_data_ranks()
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.state.fn == "validate":
+            self._strategy.seed_data_ranks()
         # Lightning calls the strategy after the module's own hook
         self._strategy.sync_buffers("the start of validation")
+
+    def on_test_start(self, trainer: Any, pl_module: Any) -> None:
+        self._strategy.seed_data_ranks()
+
+    def on_predict_start(self, trainer: Any, pl_module: Any) -> None:
+        self._strategy.seed_data_ranks()
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self._strategy.sync_buffers_each_step()
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         self._strategy.announce_epoch(trainer)

@@ -16,6 +16,14 @@ from collective_strategy.gradients.reducer import GradientReducer
 from collective_strategy.inspection import Audit, AuditReport, Explanation, ReplicaReport, explain, verify
 from collective_strategy.sharing.roles import UnmarkedPolicy
 from collective_strategy.strategies.communication import CommunicationBehaviour
+from collective_strategy.strategies.replication import BufferPolicy
+
+_BUFFERS = {
+    "first": "at evaluation: the first rank's",
+    "first_each_step": "before every batch: the first rank's",
+    "mean": "at evaluation: the mean",
+    "own": "at set-up only",
+}
 
 
 class InspectionBehaviour(CommunicationBehaviour):
@@ -23,6 +31,7 @@ class InspectionBehaviour(CommunicationBehaviour):
 
     _communicators: Communicators | None
     _reducer: GradientReducer | None
+    _buffers: BufferPolicy
     _unmarked: UnmarkedPolicy
     _reducer_settings: dict[str, Any]
 
@@ -34,7 +43,14 @@ class InspectionBehaviour(CommunicationBehaviour):
         """
         module = self._inspected("explain")
         settings = {key: self._reducer_settings[key] for key in ("sizes", "reduce_dtype", "compression")}
-        return explain(module, self.collective, unmarked=self._unmarked, all_ranks=all_ranks, **settings)
+        return explain(
+            module,
+            self.collective,
+            unmarked=self._unmarked,
+            buffers=_BUFFERS[self._buffers],
+            all_ranks=all_ranks,
+            **settings,
+        )
 
     def verify(
         self, *, repair: bool = False, optimizer_states: bool | None = None, buffers: bool | None = None
@@ -53,7 +69,8 @@ class InspectionBehaviour(CommunicationBehaviour):
         with_states = repair if optimizer_states is None else optimizer_states
         if buffers is None:
             trainer = module.__dict__.get("_trainer")
-            buffers = trainer is not None and not trainer.training
+            evaluating = trainer is not None and (trainer.validating or trainer.testing or trainer.predicting)
+            buffers = evaluating and self._buffers != "own"
         return verify(
             module,
             self.collective,

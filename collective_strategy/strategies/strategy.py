@@ -29,16 +29,17 @@ from collective_strategy.strategies.inspection import InspectionBehaviour
 from collective_strategy.strategies.metrics import MetricConnection
 from collective_strategy.strategies.module import warn_if_taken
 from collective_strategy.strategies.precision import PrecisionConnection
+from collective_strategy.strategies.replication import BufferPolicy, RandomNumbers, ReplicationBehaviour
 
 log = logging.getLogger("collective_strategy")
 
 
-class CollectiveStrategyBehaviour(InspectionBehaviour, CheckpointBehaviour):
+class CollectiveStrategyBehaviour(InspectionBehaviour, ReplicationBehaviour, CheckpointBehaviour):
     """Data-parallel training over a :class:`Collective`, which modules reach as ``self.collective``.
 
     Cheap to construct and picklable; nothing is opened before ``setup_environment``. There is no wrapper around the
     module. Weights are those of the first data rank at set-up, gradients are averaged over the data axis after every
-    backward, buffers are those of the first data rank at the start of validation and in checkpoints.
+    backward; ``buffers`` says what becomes of buffers, ``random_numbers`` which ranks draw the same numbers.
 
     Args:
         collective: the backend's name (``"torch"``, ``"horovod"``, ``"single"``, or one that was registered),
@@ -51,6 +52,14 @@ class CollectiveStrategyBehaviour(InspectionBehaviour, CheckpointBehaviour):
             (``"popen"``), or ``"spawn"``, ``"fork"``, ``"forkserver"`` for notebooks.
         unmarked: what a weight without a mark (see `collective_strategy.shared`) is on the model axes: ``"private"``,
             ``"shared"`` or ``"error"``.
+        buffers: what copies of a buffer (over the data axis, and the axes it is marked shared over) become at the
+            start of evaluation and in checkpoints: ``"first"``, the first rank's; ``"mean"``, the mean of floating
+            ones; ``"first_each_step"``, the first rank's, before every training batch too, as with DDP; ``"own"``,
+            each rank keeps its own after set-up.
+        random_numbers: ``"by_data_rank"``: when training starts, ranks are seeded so that random numbers (dropout,
+            augmentation) differ over the data axis and are equal over the model axes, see `seed_ranks`;
+            ``"as_they_are"``: ranks that were seeded alike draw alike, as with DDP; ``"auto"``: the former with a mesh,
+            the latter without.
         bucket_sizes, reduce_dtype, compression, static_graph: how gradients are reduced, see :class:`GradientReducer`.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in any strategy.
         **backend_options: for the backend's constructor, e.g. ``backend="gloo"``.
@@ -74,6 +83,8 @@ class CollectiveStrategyBehaviour(InspectionBehaviour, CheckpointBehaviour):
         check: CheckMode = "auto",
         start_method: str = "popen",
         unmarked: UnmarkedPolicy = "private",
+        buffers: BufferPolicy = "first",
+        random_numbers: RandomNumbers = "auto",
         bucket_sizes: BucketSizes | None = None,
         reduce_dtype: torch.dtype | None = None,
         compression: torch.dtype | None = None,
@@ -98,6 +109,7 @@ class CollectiveStrategyBehaviour(InspectionBehaviour, CheckpointBehaviour):
         self._start_method = start_method
         self._num_nodes = 1
         self._unmarked: UnmarkedPolicy = unmarked
+        self._choose_replication(buffers, random_numbers)
         self._reducer_settings: dict[str, Any] = {
             "sizes": bucket_sizes,
             "reduce_dtype": reduce_dtype,
@@ -183,6 +195,8 @@ class CollectiveStrategyBehaviour(InspectionBehaviour, CheckpointBehaviour):
         else:
             Inventory(self.model, communicators, self._unmarked).agree(communicators)
         agree_on_buffers(self.model, communicators)
+        if not fitting:
+            self.sync_buffers("set-up")  # those that training left
         broadcast_replicas(self.model, communicators, self._unmarked)
         if fitting:
             self.setup_optimizers(trainer)
@@ -249,22 +263,6 @@ class CollectiveStrategyBehaviour(InspectionBehaviour, CheckpointBehaviour):
         if self._preparation is not None and loader is not None:
             for dataloader in loader.flattened:
                 self._preparation.announce_epoch(dataloader, trainer.fit_loop.epoch_progress.current.processed)
-
-    # -- buffers and checkpoints -----------------------------------------------------------------------------------
-
-    def sync_buffers(self, occasion: str) -> None:
-        """Gives all data ranks the buffers of the first. Called by every rank; ``occasion`` appears in errors."""
-        module = self.lightning_module
-        if module is None or self._communicators is None or not any(True for _ in module.buffers()):
-            return
-        if self.collective.world_size > 1 and self._can_communicate(f"synchronising buffers at {occasion}"):
-            # a rank that is missing here is named, which the broadcast itself could not do
-            self.collective.barrier(f"buffers at {occasion}")
-            broadcast_replicas(module, self._communicators, self._unmarked, buffers_only=True)
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        self.sync_buffers("the checkpoint")
-        return super().lightning_module_state_dict()
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
