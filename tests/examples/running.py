@@ -51,6 +51,15 @@ def output_of_script(name, processes):
     return finished.stdout
 
 
+def run_script(name, *arguments, directory):
+    """What the example prints when it starts its processes by itself; its files go to the directory."""
+    command = [sys.executable, str(EXAMPLES / f"{name}.py"), *arguments]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    finished = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=110)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    return finished.stdout
+
+
 def without_gradient_sum(collective):
     """Forgets Megatron's f: `replicate` that hands the gradient on instead of summing the ranks' gradients."""
     collective.replicate = lambda x: x
