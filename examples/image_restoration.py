@@ -19,7 +19,8 @@ from typing import Any
 
 import lightning as L
 import torch
-from photographs import HELD_OUT, NoisyCrops, draw, held_out_photographs, non_local_means, psnr
+from comparison import near_even
+from photographs import HELD_OUT, HeldOut, NoisyCrops, draw, non_local_means, psnr
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler
@@ -32,7 +33,7 @@ Convolve = Callable[[nn.Conv2d, Tensor], Tensor]
 
 
 class Denoiser(CollectiveModule, L.LightningModule):
-    """Noisy photographs to clean ones. Every process passes rows of its own, a multiple of four."""
+    """Noisy photographs to clean ones. Every process passes rows of its own, an even number."""
 
     def __init__(self, width: int, steps: int) -> None:
         super().__init__()
@@ -68,12 +69,10 @@ class Denoiser(CollectiveModule, L.LightningModule):
             self.restored |= others
 
     def own_rows(self, batch: Any) -> Any:
-        """The rows of whole photographs that this process works on; by fours, so pieces may differ in size."""
+        """The rows of whole photographs that this process works on. They go by pairs, so that no piece is odd."""
         model = self.collective["model"]
-        fours, ranks = batch[0].shape[-2] // 4, model.world_size
-        return model.shard(
-            batch, dim=-2, sizes=[4 * (fours // ranks + (rank < fours % ranks)) for rank in range(ranks)]
-        )
+        pairs = near_even(batch[0].shape[-2] // 2, model.world_size)
+        return model.shard(batch, dim=-2, sizes=[2 * length for length in pairs])
 
     def configure_optimizers(self) -> Any:
         optimizer, schedule = optimizer_and_schedule(self.parameters(), self.steps)
@@ -81,42 +80,36 @@ class Denoiser(CollectiveModule, L.LightningModule):
 
 
 class Network(nn.Module):
-    """A small U-Net that finds the noise, at a half and a quarter of the resolution.
+    """Residual blocks at half the resolution that find the noise, after EDSR (Lim 2017) and FFDNet (Zhang 2018).
 
-    Its convolutions of 3 x 3 pad the columns only. ``convolve`` applies one of them and cares for the rows.
+    Its convolutions pad the columns only. ``convolve`` applies one of them and cares for the rows.
     """
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, blocks: int = 3) -> None:
         super().__init__()
-
-        def convolution(into: int, out: int) -> nn.Conv2d:
-            return nn.Conv2d(into, out, 3, padding=(0, 1))
-
-        def block(channels: int) -> nn.ModuleList:
-            one, two = convolution(channels, channels), convolution(channels, channels)
-            two.weight.data.mul_(0.3)
-            return nn.ModuleList([one, two])
-
         self.first = convolution(3 * 4, width)  # squares of 2 x 2 pixels with three colours each
-        self.before = block(width)
-        self.down = nn.Conv2d(4 * width, 2 * width, 1)
-        self.deep = nn.ModuleList([block(2 * width), block(2 * width)])
-        self.up = nn.Conv2d(2 * width, 4 * width, 1)
-        self.after = block(width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
         self.last = convolution(width, 3 * 4)
         nn.init.zeros_(self.last.weight)
 
     def forward(self, noisy: Tensor, convolve: Convolve) -> Tensor:
-        def residual(block: Any, x: Tensor) -> Tensor:
-            one, two = block
-            return x + convolve(two, convolve(one, x).relu())
-
-        x = residual(self.before, convolve(self.first, functional.pixel_unshuffle(noisy, 2)))
-        y = self.down(functional.pixel_unshuffle(x, 2))
-        for block in self.deep:
-            y = residual(block, y)
-        x = residual(self.after, x + functional.pixel_shuffle(self.up(y), 2))
+        x = convolve(self.first, functional.pixel_unshuffle(noisy, 2))
+        for block in self.blocks:
+            x = block(x, convolve)
         return noisy + functional.pixel_shuffle(convolve(self.last, x), 2)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.one, self.two = convolution(width, width), convolution(width, width)
+
+    def forward(self, x: Tensor, convolve: Convolve) -> Tensor:
+        return x + 0.3 * convolve(self.two, convolve(self.one, x).relu())
+
+
+def convolution(into: int, out: int) -> nn.Conv2d:
+    return nn.Conv2d(into, out, 3, padding=(0, 1))
 
 
 def optimizer_and_schedule(weights: Iterable[nn.Parameter], steps: int) -> tuple[torch.optim.Optimizer, Any]:
@@ -189,7 +182,7 @@ def main() -> None:
     parser.add_argument("--compared-steps", type=int, default=5)
     parser.add_argument("--batch-size", type=int, default=8, help="pieces of photographs per step, over all processes")
     parser.add_argument("--crop", type=int, default=64, help="rows and columns of a piece")
-    parser.add_argument("--width", type=int, default=32, help="channels at half the resolution")
+    parser.add_argument("--width", type=int, default=48, help="channels of the convolutions")
     parser.add_argument("--noise", type=float, default=50, help="standard deviation, where white is 255")
     parser.add_argument("--picture", default="image_restoration.png")
     arguments = parser.parse_args()
@@ -201,12 +194,12 @@ def main() -> None:
     noise = arguments.noise / 255
     crops = NoisyCrops(arguments.steps * arguments.batch_size, arguments.crop, noise, torch.float32)
     trainer = fit(module, crops, arguments, ExplainSharing(), VerifyReplicas())
-    photographs = held_out_photographs(noise)
-    trainer.test(module, DataLoader(photographs), verbose=False)
+    held_out = HeldOut(noise)
+    trainer.test(module, DataLoader(held_out), verbose=False)
     if not trainer.is_global_zero:
         return
 
-    noisy, clean, numbers = zip(*photographs, strict=True)
+    noisy, clean, numbers = zip(*[held_out[number] for number in range(len(held_out))], strict=True)
     pictures = {
         "noisy": noisy,
         "non-local means": [non_local_means(photograph, noise) for photograph in noisy],

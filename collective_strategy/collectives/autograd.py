@@ -171,6 +171,16 @@ all_to_all: Differentiable = _pair(
     lambda c, g, split_dim, concat_dim, out, into: all_to_all(c, g, concat_dim, split_dim, into, out),
 )
 permute: Differentiable = _pair("permute", transport.permute, lambda c, g, pairs: permute(c, g, _shifted_pairs(pairs)))
+# varying -> varying
+halo_exchange: Differentiable = _pair(
+    "halo_exchange", transport.halo_exchange, lambda c, g, *settings: folded_halo(c, g, *settings)
+)
+folded_halo: Differentiable = _pair(
+    "borders added to their owners'",
+    transport.folded_halo,
+    lambda c, g, *settings: halo_exchange(c, g, *settings),
+    types=types_of_gradient("halo_exchange"),
+)
 # varying -> replicate | partial -> varying
 broadcast_replicate: Differentiable = _pair(
     "broadcast(to='replicate')", transport.broadcast, lambda c, g, src: sum_at_root(c, g, src)

@@ -334,13 +334,9 @@ class DataOperations(CollectiveBase):
                         f"cannot give borders of widths {before} and {after}. Split the domain over fewer ranks."
                     )
                 others.append([size for other, size in enumerate(leaf.shape) if other != at])
-            onward = self._shift_pairs(1, wrap)
-            back = tuple((target, source) for source, target in onward)
 
             def one(leaf: Tensor, at: int) -> Tensor:
-                from_before = autograd.permute(self, leaf.narrow(at, leaf.shape[at] - before, before), onward)
-                from_after = autograd.permute(self, leaf.narrow(at, 0, after), back)
-                return torch.cat([from_before, leaf, from_after], at)
+                return autograd.halo_exchange(self, leaf, at, before, after, wrap)
 
             call = f"halo_exchange(dim={dim}, width={(before, after)}, wrap={wrap}) of "
             call += f"{self._describe(tree, shapes=False)}, lengths of the other dims {others}"

@@ -123,6 +123,51 @@ def permute(collective: CollectiveBase, x: Tensor, pairs: Sequence[tuple[int, in
     return received.reshape(x.shape)
 
 
+def halo_exchange(collective: CollectiveBase, x: Tensor, dim: int, before: int, after: int, wrap: bool) -> Tensor:
+    """``x`` between the last ``before`` entries of the previous rank and the first ``after`` of the next one."""
+    x = x.detach()
+    first, last = x.narrow(dim, 0, after), x.narrow(dim, x.shape[dim] - before, before)
+    from_previous, from_next = _swapped(collective, first, last, wrap)
+    return torch.cat([from_previous, x, from_next], dim)
+
+
+def folded_halo(collective: CollectiveBase, x: Tensor, dim: int, before: int, after: int, wrap: bool) -> Tensor:
+    """The adjoint of `halo_exchange`: both borders are added to the entries that they are copies of."""
+    x = x.detach()
+    length = x.shape[dim] - before - after
+    from_previous, from_next = _swapped(
+        collective, x.narrow(dim, 0, before), x.narrow(dim, before + length, after), wrap
+    )
+    result = x.narrow(dim, before, length).clone(memory_format=torch.contiguous_format)
+    result.narrow(dim, 0, after).add_(from_previous)
+    result.narrow(dim, length - before, before).add_(from_next)
+    return result
+
+
+def _swapped(collective: CollectiveBase, to_previous: Tensor, to_next: Tensor, wrap: bool) -> tuple[Tensor, Tensor]:
+    """What the previous and the next rank send here, zeros if there is none; both directions in one exchange."""
+    n, rank = collective.world_size, collective.rank
+    previous = (rank - 1) % n if wrap or rank > 0 else None
+    following = (rank + 1) % n if wrap or rank < n - 1 else None
+    # one piece per neighbour, in the order of their ranks; two that meet the same neighbour stay in this order
+    sent = sorted((peer, k) for k, peer in enumerate([previous, following]) if peer is not None)
+    heard = sorted((peer, k) for k, peer in enumerate([following, previous]) if peer is not None)
+    flats = [_outbound(collective, x).reshape(-1) for x in (to_previous, to_next)]
+    out, into = [0] * n, [0] * n
+    for peer, k in sent:
+        out[peer] += flats[k].numel()
+    for peer, k in heard:
+        into[peer] += flats[k].numel()  # of the shape of what goes the other way
+    received = exchange(collective, torch.cat([flats[k] for _, k in sent] or [flats[0][:0]]), out, into)
+    pieces = dict(zip([k for _, k in heard], received.split([flats[k].numel() for _, k in heard]), strict=True))
+    likes = {1: to_next, 0: to_previous}
+    found = [
+        pieces[k].reshape(like.shape).to(like.device) if k in pieces else torch.zeros_like(like)
+        for k, like in likes.items()
+    ]
+    return found[0], found[1]
+
+
 def scatter(collective: CollectiveBase, x: Tensor, src: int, dim: int, sizes: Sequence[int]) -> Tensor:
     """Own chunk along ``dim`` of the tensor of rank ``src``."""
     front = _outbound(collective, x.movedim(dim, 0))
