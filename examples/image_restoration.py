@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from collective_strategy import CollectiveModule, CollectiveStrategy, ExplainSharing, VerifyReplicas, shared
 
 LEARNING_RATE = 4e-3  # the highest of the schedule
+LARGEST_NORM = 0.05  # of all gradients together; longer ones are clipped
 TOLERANCE = 1e-10  # for the weights, in float64, after the steps that one process repeats
 Convolve = Callable[[nn.Conv2d, Tensor], Tensor]
 
@@ -125,6 +126,7 @@ def fit(module: Denoiser, data: NoisyCrops, arguments: argparse.Namespace, *call
         strategy=CollectiveStrategy("torch", mesh={"data": arguments.data, "model": arguments.model}),
         callbacks=list(callbacks),
         max_epochs=1,
+        gradient_clip_val=LARGEST_NORM,
         logger=False,
         enable_checkpointing=False,
         enable_model_summary=False,
@@ -146,6 +148,7 @@ def fit_in_one_process(module: Denoiser, data: NoisyCrops, batch_size: int) -> N
     for noisy, clean in DataLoader(data, batch_size=batch_size, sampler=sampler):
         optimizer.zero_grad()
         (module.network(noisy, convolve) - clean).square().mean().backward()
+        nn.utils.clip_grad_norm_(module.parameters(), LARGEST_NORM)
         optimizer.step()
         schedule.step()
 
