@@ -82,6 +82,7 @@ class Audit:
     """
 
     def __init__(self, module: nn.Module, collective: Collective, unmarked: UnmarkedPolicy = "private") -> None:
+        collective._require_usable("audit")
         self._module, self._collective = module, collective
         self.batches = 0
         communicators = Communicators(collective)

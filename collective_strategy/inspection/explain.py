@@ -204,6 +204,7 @@ def explain(
     Example:
         >>> print(explain(model, collective))
     """
+    collective._require_usable("explain")
     communicators = Communicators(collective)
     inventory = Inventory(module, communicators, unmarked)
     trainable = [i for i in inventory.routed if inventory.parameters[i].requires_grad]

@@ -78,9 +78,12 @@ def _optimizer_replicas(
 ) -> Iterator[Replica]:
     """States of a parameter's shape and numbers follow the parameter; what else there is is equal over data ranks."""
     for index, group in enumerate(optimizer.param_groups):
-        for key in sorted(key for key, value in group.items() if _is_number(value)):
+        for key, value in sorted(group.items()):
             name = f"optimizer {number}: {key} of group {index}"
-            yield Replica(name, "optimizer state", _as_tensor(group[key]), data, _sets(group, key))
+            if isinstance(value, Tensor):  # a learning rate may be one
+                yield Replica(name, "optimizer state", value, data, _copies_into(value))
+            elif _is_number(value):
+                yield Replica(name, "optimizer state", _as_tensor(value), data, _sets(group, key))
         for place, parameter in enumerate(group["params"]):
             owner = names.get(id(parameter), f"parameter {place} of group {index}")
             state = optimizer.state.get(parameter, {})

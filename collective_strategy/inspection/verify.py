@@ -55,6 +55,7 @@ def verify(
     Example:
         >>> verify(model, collective, optimizers=[optimizer])
     """
+    collective._require_usable("verify")
     communicators = communicators or Communicators(collective)
     replicas: list[Replica] = []
     refusal: Exception | None = None

@@ -6,7 +6,16 @@ import pytest
 import torch
 from torch import nn
 
-from collective_strategy import GradientReducer, explain, private, sharded, shared
+from collective_strategy import (
+    GradientReducer,
+    SingleProcessCollective,
+    audit,
+    explain,
+    private,
+    sharded,
+    shared,
+    verify,
+)
 from collective_strategy.gradients import BucketSizes
 from collective_strategy.testing import run_ranks
 
@@ -143,3 +152,9 @@ def test_without_a_mesh_and_with_one_process():
     assert "1 all-reduce of gradients, 12 bytes together" in two
     assert "No gradient is sent." in one
     assert math.prod([line.startswith("weight") for line in one.splitlines()]) == 0
+
+
+@pytest.mark.parametrize("tool", [explain, verify, lambda *args: audit(*args, lambda number: None)])
+def test_before_set_up_the_tools_are_refused(tool):
+    with pytest.raises(RuntimeError, match="was called before the collective was set up"):
+        tool(nn.Linear(1, 1), SingleProcessCollective())

@@ -158,6 +158,19 @@ def test_repair_mends_weights_buffers_and_optimizer_states_and_leaves_pieces_alo
     ]
 
 
+def test_a_learning_rate_that_is_a_tensor_or_differs_on_one_rank():
+    def check(collective):
+        model = build(collective)
+        optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.5))
+        fine = verify(model, collective, optimizers=[optimizer]).ok
+        if collective.rank == 1:
+            optimizer.param_groups[0]["lr"].mul_(2)
+        return fine, found(model, collective, optimizers=[optimizer])
+
+    said = "optimizer 0: lr of group 0 differs over axis data: rank 3 from rank 1 by at most 0.5 in 1 of 1 elements"
+    assert common(check) == (True, [said])
+
+
 def test_lbfgs_keeps_vectors_of_all_weights_which_are_equal_over_the_data_axis():
     def check(collective):
         model = build(collective)

@@ -7,7 +7,7 @@ import pytorch_lightning as pl
 import torch
 from torch.utils.data import DataLoader
 
-from collective_strategy.pytorch_lightning import CollectiveStrategy
+from collective_strategy.pytorch_lightning import AuditSharing, CollectiveStrategy, ExplainSharing, VerifyReplicas
 from collective_strategy.testing import run_ranks
 
 pytestmark = pytest.mark.pytorch_lightning
@@ -41,6 +41,7 @@ def train(strategy, directory):
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=directory,
+        callbacks=[ExplainSharing(), AuditSharing(), VerifyReplicas(every_n_steps=1)],
     )
     module = Line()
     trainer.fit(module, DataLoader([torch.tensor(float(x)) for x in (1, 2, 3, 4)], batch_size=1))
