@@ -2,8 +2,9 @@
 
 from lightning_fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
 from pytorch_lightning import Callback, LightningDataModule, LightningModule
+from pytorch_lightning.accelerators import CPUAccelerator, XLAAccelerator
 from pytorch_lightning.plugins.io import TorchCheckpointIO
-from pytorch_lightning.strategies import ParallelStrategy
+from pytorch_lightning.strategies import ParallelStrategy, XLAStrategy
 from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 
 from collective_strategy.strategies.callback import StrategyCallbackBehaviour
@@ -23,6 +24,11 @@ from collective_strategy.strategies.module import CollectiveModule, install
 from collective_strategy.strategies.names import LightningNames
 from collective_strategy.strategies.registration import register
 from collective_strategy.strategies.strategy import CollectiveStrategyBehaviour
+from collective_strategy.strategies.xla import (
+    XLADevicesAccelerator,
+    XLAEnvironmentBehaviour,
+    XLAStrategyBehaviour,
+)
 
 NAMES = LightningNames.load("pytorch_lightning", "lightning_fabric")
 
@@ -77,6 +83,24 @@ class CollectiveStrategy(CollectiveStrategyBehaviour, ParallelStrategy):
     callback_class = StrategyCallback
 
 
+class XLAEnvironment(XLAEnvironmentBehaviour, LightningEnvironment):
+    __doc__ = XLAEnvironmentBehaviour.__doc__
+
+
+class XLADevices(XLADevicesAccelerator, CPUAccelerator):
+    __doc__ = XLADevicesAccelerator.__doc__
+
+
+class XLACollectiveStrategy(XLAStrategyBehaviour, CollectiveStrategy):
+    __doc__ = XLAStrategyBehaviour.__doc__
+    xla_environment_class = XLAEnvironment
+    devices_accelerator_class = XLADevices
+
+
+CollectiveStrategy.by_backend = {"xla": XLACollectiveStrategy}
+# On a TPU host Lightning picks its own accelerator first, and accepts strategies only that derive from its XLAStrategy.
+XLAStrategy.register(XLACollectiveStrategy)
+XLAAccelerator.register(XLADevices)
 register(NAMES.StrategyRegistry, CollectiveStrategy)
 install(LightningModule, LightningDataModule)
 

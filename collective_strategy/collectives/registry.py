@@ -9,6 +9,7 @@ from typing import Any
 
 from collective_strategy.collectives.collective import Collective
 from collective_strategy.collectives.horovod_environment import is_horovod_job
+from collective_strategy.collectives.xla_runtime import is_tpu_host
 
 ENTRY_POINT_GROUP = "collective_strategy.collectives"
 BACKEND_VARIABLE = "COLLECTIVE_STRATEGY_BACKEND"
@@ -77,10 +78,12 @@ def automatic_backend() -> str:
     """The backend that ``"auto"`` means here.
 
     The one that the environment variable COLLECTIVE_STRATEGY_BACKEND names; else ``"horovod"`` under Horovod's
-    launchers; else ``"torch"``.
+    launchers; else ``"xla"`` where torch_xla finds TPU chips; else ``"torch"``.
     """
     named = os.environ.get(BACKEND_VARIABLE)
-    return named or ("horovod" if is_horovod_job(os.environ) else "torch")
+    if named:
+        return named
+    return "horovod" if is_horovod_job(os.environ) else "xla" if is_tpu_host() else "torch"
 
 
 def collective_class(name: str) -> type[Collective]:

@@ -267,7 +267,8 @@ def _group_named(name: str) -> Iterator[None]:
     with different numbers, as after a split, then wait for each other for ever.
     """
     original = distributed_c10d._process_group_name
-    distributed_c10d._process_group_name = lambda ranks, use_hashed_name: distributed_c10d.GroupName(name)
+    name_type: Any = getattr(distributed_c10d, "GroupName", str)  # torch 2.9 has none
+    distributed_c10d._process_group_name = lambda ranks, use_hashed_name: name_type(name)
     try:
         yield
     finally:

@@ -20,6 +20,7 @@ from collective_strategy.collectives.side_channel import SideChannel
 from collective_strategy.collectives.xla_runtime import (
     Replica,
     import_xla,
+    join_launcher,
     refuse_other_size,
     replica_environment,
 )
@@ -71,6 +72,7 @@ class XLACollective(Collective):
 
     @classmethod
     def launch_environment(cls) -> LaunchEnvironment:
+        join_launcher()
         return replica_environment()
 
     # -- set-up --------------------------------------------------------------------------------------------------------

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -104,6 +109,55 @@ def replica_environment() -> LaunchEnvironment:
         store_is_served=False if known is None else known.store_is_served,
         ranks_are_threads=threads,
     )
+
+
+def is_replica() -> bool:
+    """Whether the calling thread or process is one of the replicas, so that nothing needs to be launched."""
+    if _threads.is_replica:
+        return True
+    if "torch_xla" not in sys.modules or "PJRT_LOCAL_PROCESS_RANK" not in os.environ:
+        return False
+    return bool(import_xla()[2].addressable_device_count() == 1)
+
+
+def is_tpu_host() -> bool:
+    """Whether torch_xla is installed and finds TPU chips here."""
+    if "PJRT_DEVICE" in os.environ:
+        return os.environ["PJRT_DEVICE"] == "TPU"
+    if importlib.util.find_spec("torch_xla") is None:
+        return False
+    import_xla()
+    from torch_xla._internal import tpu
+
+    return bool(tpu.num_available_chips())
+
+
+def join_launcher() -> None:
+    """Takes this process' chip where torchrun started one process per chip of a TPU host; otherwise nothing."""
+    launched = "LOCAL_RANK" in os.environ and "PJRT_LOCAL_PROCESS_RANK" not in os.environ
+    if launched and is_tpu_host():
+        from torch_xla._internal import pjrt
+
+        pjrt.initialize_multiprocess(int(os.environ["LOCAL_RANK"]), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+class _ReplicaThreads(threading.local):
+    """Whether this thread drives a device of its own, among several of the process."""
+
+    is_replica = False
+
+
+_threads = _ReplicaThreads()
+
+
+@contextmanager
+def as_replica() -> Iterator[None]:
+    """Declares the calling thread a replica."""
+    _threads.is_replica = True
+    try:
+        yield
+    finally:
+        _threads.is_replica = False
 
 
 def refuse_other_size(environment: LaunchEnvironment, replica: Replica) -> None:

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from collective_strategy.collectives.errors import CollectiveStateError
-from collective_strategy.collectives.xla_runtime import TOKEN_VARIABLE, import_xla
+from collective_strategy.collectives.xla_runtime import TOKEN_VARIABLE, as_replica, import_xla
 
 T = TypeVar("T")
 DEVICES_VARIABLE = "CPU_NUM_DEVICES"
@@ -75,7 +75,7 @@ def run_on_cpu_devices(devices: int, function: Callable[[int], T]) -> list[T]:
 
         def in_thread() -> T:
             alive = torch.zeros(1).to(torch_xla.device())
-            with _CutBeforeReading(torch_xla):
+            with as_replica(), _CutBeforeReading(torch_xla):
                 result = function(runtime.global_ordinal())
             del alive
             return result

@@ -129,4 +129,4 @@ def _joined(terms: list[Tensor], infinite: bool, device: torch.device) -> Tensor
     stacked = torch.stack([term.to(device) for term in terms])
     if not infinite:
         return torch.stack([stacked.sum(), torch.zeros_like(stacked[0])])
-    return torch.stack([stacked.nan_to_num(nan=0.0, posinf=math.inf).max(), stacked.isnan().any().to(stacked.dtype)])
+    return torch.stack([stacked.masked_fill(stacked.isnan(), 0.0).max(), stacked.isnan().any().to(stacked.dtype)])

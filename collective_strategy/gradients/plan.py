@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Container
 from dataclasses import dataclass
 
@@ -202,6 +203,12 @@ class Plan:
         interleaved: bool,
     ) -> Plan:
         """Buckets for ``members`` (indices)."""
+        if communicators.world.capabilities.compiles:
+            from collective_strategy.gradients.listed_bucket import ListedBucket
+
+            unlimited = BucketSizes(packed=sys.maxsize, first=sys.maxsize)
+            cut = cut_into_buckets(inventory, members, unlimited, reduce_dtype, compression, interleaved=interleaved)
+            return cls([ListedBucket(m, inventory, r, communicators.over(r.axes), wire, 0) for m, r, wire in cut])
         cut = cut_into_buckets(inventory, members, sizes, reduce_dtype, compression, interleaved=interleaved)
         # The last buckets are ready at the end of backward, when it is known which parameters were used: they take it
         # with them, one for each group. Not those of an earlier turn, which would keep the others waiting.

@@ -2,8 +2,9 @@
 
 from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch.accelerators import CPUAccelerator, XLAAccelerator
 from lightning.pytorch.plugins.io import TorchCheckpointIO
-from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies import ParallelStrategy, XLAStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 
 from collective_strategy.strategies.callback import StrategyCallbackBehaviour
@@ -23,6 +24,11 @@ from collective_strategy.strategies.module import install
 from collective_strategy.strategies.names import LightningNames
 from collective_strategy.strategies.registration import register
 from collective_strategy.strategies.strategy import CollectiveStrategyBehaviour
+from collective_strategy.strategies.xla import (
+    XLADevicesAccelerator,
+    XLAEnvironmentBehaviour,
+    XLAStrategyBehaviour,
+)
 
 NAMES = LightningNames.load("lightning.pytorch", "lightning.fabric")
 
@@ -77,5 +83,23 @@ class CollectiveStrategy(CollectiveStrategyBehaviour, ParallelStrategy):
     callback_class = StrategyCallback
 
 
+class XLAEnvironment(XLAEnvironmentBehaviour, LightningEnvironment):
+    __doc__ = XLAEnvironmentBehaviour.__doc__
+
+
+class XLADevices(XLADevicesAccelerator, CPUAccelerator):
+    __doc__ = XLADevicesAccelerator.__doc__
+
+
+class XLACollectiveStrategy(XLAStrategyBehaviour, CollectiveStrategy):
+    __doc__ = XLAStrategyBehaviour.__doc__
+    xla_environment_class = XLAEnvironment
+    devices_accelerator_class = XLADevices
+
+
+CollectiveStrategy.by_backend = {"xla": XLACollectiveStrategy}
+# On a TPU host Lightning picks its own accelerator first, and accepts strategies only that derive from its XLAStrategy.
+XLAStrategy.register(XLACollectiveStrategy)
+XLAAccelerator.register(XLADevices)
 register(NAMES.StrategyRegistry, CollectiveStrategy)
 install(LightningModule, LightningDataModule)

@@ -19,6 +19,7 @@ class LightningNames:
     LightningModule: Any
     LightningDataModule: Any
     Callback: Any
+    CPUAccelerator: Any
     LightningEnvironment: Any
     TorchElasticEnvironment: Any
     SLURMEnvironment: Any
@@ -60,6 +61,7 @@ class LightningNames:
             LightningModule=layer("LightningModule"),
             LightningDataModule=layer("LightningDataModule"),
             Callback=layer("Callback"),
+            CPUAccelerator=get(f"{pytorch}.accelerators", "CPUAccelerator"),
             LightningEnvironment=get(environments, "LightningEnvironment"),
             TorchElasticEnvironment=get(environments, "TorchElasticEnvironment"),
             SLURMEnvironment=get(environments, "SLURMEnvironment"),

@@ -7,6 +7,7 @@ _NAMES = {
     "collective_torch": "torch",
     "collective_single": "single",
     "collective_horovod": "horovod",
+    "collective_xla": "xla",
 }
 
 

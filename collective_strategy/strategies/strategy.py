@@ -71,6 +71,12 @@ class CollectiveStrategyBehaviour(InspectionBehaviour, ReplicationBehaviour, Che
     """
 
     callback_class: ClassVar[Any]
+    by_backend: ClassVar[dict[str, Any]] = {}  # the class for a backend that needs more
+
+    def __new__(cls, collective: str | Collective = "auto", **settings: Any) -> Any:
+        name = collective if isinstance(collective, str) else getattr(collective, "backend_name", "")
+        known = cls.__dict__.get("by_backend", {})
+        return super().__new__(known.get(automatic_backend() if name == "auto" else name, cls))
 
     def __init__(
         self,

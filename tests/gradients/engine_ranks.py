@@ -14,7 +14,17 @@ MESH_2X2 = {"data": 2, "model": 2}
 
 def per_rank(n: int, function: Callable[..., Any], **options: Any) -> list[Any]:
     """Every rank's result."""
-    return [outcome.result() for outcome in run_ranks(n, function, **{"timeout": 30, **options})]
+    return [outcome.result() for outcome in run_ranks(n, on_its_device(function), **{"timeout": 30, **options})]
+
+
+def on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, in which tensors are made on the collective's device."""
+
+    def run(collective: Any, *args: Any) -> Any:
+        with torch.device(collective.device):
+            return function(collective, *args)
+
+    return run
 
 
 def common(n: int, function: Callable[..., Any], **options: Any) -> Any:
@@ -26,7 +36,7 @@ def common(n: int, function: Callable[..., Any], **options: Any) -> Any:
 
 def errors(n: int, function: Callable[..., Any], **options: Any) -> list[BaseException]:
     """Every rank's error."""
-    outcomes = run_ranks(n, function, **{"timeout": 15, "fresh": True, **options})
+    outcomes = run_ranks(n, on_its_device(function), **{"timeout": 15, "fresh": True, **options})
     assert all(outcome.error is not None for outcome in outcomes), [outcome.value for outcome in outcomes]
     return [outcome.error for outcome in outcomes if outcome.error is not None]
 

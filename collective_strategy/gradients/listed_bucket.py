@@ -1,0 +1,65 @@
+"""Gradients that are reduced as they are, by one operation on a list, for backends that compile."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+import torch
+from torch import Tensor
+
+from collective_strategy.collectives.handles import CompletedHandle, Handle
+from collective_strategy.gradients.plan import Bucket
+
+
+class ListedBucket(Bucket):
+    """The gradients of one route and dtype; nothing is packed.
+
+    Packing costs such a backend more time to compile than it saves on the way. The reductions are started together,
+    and a backend that compiles makes those of one group one operation when the first is waited for.
+    """
+
+    large: dict[int, int]
+
+    def begin(self) -> None:
+        self.large, self._gradients = {}, [None] * len(self.members)
+
+    def abandon(self, fired: Container[int]) -> None:
+        """Nothing was taken out of ``.grad`` yet."""
+
+    def fill(self) -> list[int]:
+        found = []
+        for place, parameter in enumerate(self._parameters):
+            gradient = parameter.grad
+            if gradient is None or gradient.is_sparse:
+                continue  # a sparse gradient stays in .grad and goes the other way
+            parameter.grad = None  # a gradient that comes after this is a piece of its own
+            self._gradients[place] = gradient.detach()
+            found.append(self.members[place])
+        return found
+
+    def send(self, flags: list[float] | None = None) -> None:
+        self._sent = [
+            torch.zeros_like(parameter, dtype=self._wire, requires_grad=False)
+            if gradient is None
+            else gradient.to(self._wire) * self.route.scale
+            for parameter, gradient in zip(self._parameters, self._gradients, strict=True)
+        ]
+        self._gradients = []
+        started = [self.group.all_reduce_(tensor, "sum", async_op=True) for tensor in self._sent]
+        self._handles = [one if isinstance(one, Handle) else CompletedHandle(one) for one in started]
+
+    def results(self) -> list[Tensor]:
+        return self._sent
+
+    def wait(self) -> list[float]:
+        for handle in self._handles:
+            handle.wait()
+        self._handles, self._sent = [], []
+        return []
+
+    def converted(self, results: list[Tensor]) -> list[Tensor]:
+        return [result.to(p.dtype) for result, p in zip(results, self._parameters, strict=True)]
+
+    _gradients: list[Tensor | None]
+    _sent: list[Tensor]
+    _handles: list[Handle]

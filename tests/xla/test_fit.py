@@ -1,0 +1,56 @@
+"""A Trainer on XLA:CPU devices gives the weights that torch.distributed gives, and compiles a step once."""
+
+import fitted
+import pytest
+import torch
+
+from collective_strategy.testing import run_ranks
+
+MESH = {"data": 2, "model": 2}
+
+
+def on(backend: str, n: int, *settings):
+    ranks = "device" if backend == "xla" else "process"
+    outcomes = run_ranks(n, fitted.fit_here, backend, n, *settings, backend=None, ranks=ranks, timeout=100)
+    return [outcome.result() for outcome in outcomes]
+
+
+def largest_difference(ours, theirs):
+    assert ours["weights"].keys() == theirs["weights"].keys()
+    return max((ours["weights"][name] - theirs["weights"][name]).abs().max().item() for name in ours["weights"])
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_data_parallel_weights_are_those_of_torch_distributed(n, tmp_path):
+    """With accumulation, clipping, momentum, tied weights, validation, early stopping, and on two ranks a resume."""
+    resume = n == 2
+    ours = on("xla", n, str(tmp_path / "xla"), None, resume)
+    theirs = on("torch", n, str(tmp_path / "torch"), None, False)
+    for one, other in zip(ours, theirs, strict=True):
+        assert largest_difference(one, other) < 1e-6
+        assert largest_difference(one, ours[0]) == 0
+        assert (one["rank"], one["steps"], one["tied"]) == (other["rank"], fitted.STEPS, True)
+        assert one["metrics"] == pytest.approx(other["metrics"], rel=1e-4)
+    read = torch.load(tmp_path / "xla" / "last.ckpt", weights_only=True)
+    assert {value.device.type for value in read["state_dict"].values()} == {"cpu"}
+
+
+def test_shared_weights_on_a_mesh_are_those_of_torch_distributed():
+    ours, theirs = (on(backend, 4, None, MESH) for backend in ("xla", "torch"))
+    for rank in range(4):
+        assert largest_difference(ours[rank], theirs[rank]) < 1e-6
+        assert torch.equal(ours[rank]["weights"]["first.weight"], ours[0]["weights"]["first.weight"])
+    assert not torch.equal(ours[0]["weights"]["own.weight"], ours[1]["weights"]["own.weight"])
+
+
+def test_nothing_is_compiled_after_the_second_step():
+    def counts(_):
+        compilations = fitted.Compilations()
+        run = fitted.trainer("xla", "auto", None, steps=52, callbacks=[compilations])
+        run.fit(fitted.Net(0, False), fitted.DataLoader(fitted.data(1, 2 * 4 * 60), 4))
+        return compilations.counts
+
+    for outcome in run_ranks(2, counts, backend=None, ranks="device", timeout=100):
+        steps = outcome.result()
+        assert len(steps) == 52
+        assert steps[-1] == steps[1]
