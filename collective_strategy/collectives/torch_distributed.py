@@ -181,11 +181,12 @@ class TorchDistributedCollective(Collective):
         with self._gloo_settings():
             if backend == "mpi":  # it cannot make a group by its members only
                 groups = {
-                    members: dist.new_group(list(members), timeout=self.timeout) for members in partition.groups()
+                    members: distributed_c10d.new_group(list(members), timeout=self.timeout)
+                    for members in partition.groups()
                 }
                 return groups[ranks]
             with _group_named(f"collective_strategy/{self._generation}/{scope}"):
-                return dist.new_group(
+                return distributed_c10d.new_group(  # torch_xla replaces dist.new_group when it is imported
                     list(ranks), timeout=self.timeout, backend=backend, use_local_synchronization=True
                 )
 

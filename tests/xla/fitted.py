@@ -100,11 +100,13 @@ def fit(place: int, backend: str, n: int, folder: str | None, mesh=None, resume:
     if resume:
         first = trainer(backend, devices, folder, mesh=mesh, steps=8, **settings)
         first.fit(module, training, validation)
+        first.strategy.collective.teardown()
         module = Net(place, mesh is not None)
     stop = EarlyStopping("validation", patience=1000, check_on_train_epoch_end=False)
     run = trainer(backend, devices, folder, mesh=mesh, callbacks=[stop], **settings)
     path = os.path.join(folder, "last.ckpt") if resume and folder else None
     run.fit(module, training, validation, ckpt_path=path)
+    run.strategy.collective.teardown()  # otherwise it stays open until the process ends
     return {
         "weights": {name: value.cpu() for name, value in module.state_dict().items()},
         "steps": run.global_step,
