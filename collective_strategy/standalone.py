@@ -10,6 +10,7 @@ import torch
 
 from collective_strategy.collectives.checks import CheckMode
 from collective_strategy.collectives.collective import Collective
+from collective_strategy.collectives.environment import read_environment
 from collective_strategy.collectives.layout import NO_DEFAULT
 from collective_strategy.collectives.registry import automatic_backend, collective_class
 
@@ -46,11 +47,10 @@ def init(
         ...     total = collective.all_reduce(1)
     """
     backend = automatic_backend() if backend == "auto" else backend
+    if backend in ("torch", "horovod") and read_environment().source == "single":
+        backend, backend_options = "single", {}
     chosen = collective_class(backend)
-    environment = chosen.launch_environment()
-    if environment.source == "single" and backend in ("torch", "horovod"):
-        chosen, backend_options = collective_class("single"), {}
     collective = chosen(
         mesh=mesh, unions=unions, data_axis=data_axis, timeout=timeout, check=check, device=device, **backend_options
     )
-    return collective.setup(environment)
+    return collective.setup()

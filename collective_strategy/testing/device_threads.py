@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import threading
 from multiprocessing.connection import Connection
 from typing import Any
@@ -26,21 +27,29 @@ class SharedProcess(OwnProcess):
     def __init__(self, stacks: int, ranks: int) -> None:
         super().__init__(stacks)
         self._calls: list[Call] = []
+        self._frozen = False
         self._running = self._ranks = ranks
         self._lock = threading.Lock()
         self._begins = threading.Barrier(ranks, self._begin)
         self._meets = threading.Barrier(ranks)
+        self._collects = threading.Barrier(ranks, super().collect_garbage)
 
     def begin(self, call: Call) -> None:
         self._calls.append(call)
         self._begins.wait()
 
     def _begin(self) -> None:
+        if not self._frozen:
+            gc.freeze()  # as the spawner does; XLA was imported after that
+            self._frozen = True
         super().begin(self._calls[0])
         self._calls.clear()
 
     def together(self) -> None:
         self._meets.wait()
+
+    def collect_garbage(self) -> None:
+        self._collects.wait()
 
     def watch(self, seconds: float) -> None:
         with self._lock:

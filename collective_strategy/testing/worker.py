@@ -102,6 +102,10 @@ class OwnProcess:
     def together(self) -> None:
         """Waits for the other ranks of this process."""
 
+    def collect_garbage(self) -> None:
+        """When no rank uses the call's objects any more: what they hold should be gone before states are compared."""
+        gc.collect()
+
     def watch(self, seconds: float) -> None:
         """Writes where all threads stand if that takes longer."""
         # A thread of the fault handler's, which neither a lock held by Python nor a signal that is taken can stop.
@@ -192,8 +196,7 @@ def _serve_call(connection: Connection, call: Call, process: OwnProcess) -> None
     except BaseException as error:
         failure = _traceback(error)
     collective = None
-    process.together()
-    gc.collect()
+    process.collect_garbage()
     differences = before.differences() if before else []
     process.unwatch()
     connection.send(Closing(differences, failure))

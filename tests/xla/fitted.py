@@ -92,7 +92,7 @@ def trainer(backend: str, devices: Any, folder: str | None, *, mesh=None, steps:
 
 
 def fit(place: int, backend: str, n: int, folder: str | None, mesh=None, resume: bool = False) -> dict[str, Any]:
-    """20 steps of two batches each, clipped; or the first eight, which is two epochs, and the others by another Trainer from the file."""
+    """20 steps of two batches each, clipped; with ``resume`` the last twelve by another Trainer, from the file."""
     settings = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
     training, validation = DataLoader(data(1, 32 * n), 4), DataLoader(data(2, 8 * n), 4)
     module = Net(place, mesh is not None)

@@ -26,7 +26,7 @@ def test_data_parallel_weights_are_those_of_torch_distributed(n, tmp_path):
     """With accumulation, clipping, momentum, tied weights, validation, early stopping, and on two ranks a resume."""
     resume = n == 2
     ours = on("xla", n, str(tmp_path / "xla"), None, resume)
-    theirs = on("torch", n, str(tmp_path / "torch"), None, False)
+    theirs = on("torch", n, str(tmp_path / "torch"), None, resume)
     for one, other in zip(ours, theirs, strict=True):
         assert largest_difference(one, other) < 1e-6
         assert largest_difference(one, ours[0]) == 0
