@@ -162,6 +162,10 @@ class XLAStrategyBehaviour(CollectiveStrategyBehaviour):
     devices_accelerator_class: ClassVar[Any]
     _replica: Replica | None = None
 
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        import_xla()  # says what is missing
+        super().__init__(*args, **settings)
+
     # -- what Lightning asks while a Trainer is constructed --------------------------------------------------------
 
     @property

@@ -53,10 +53,14 @@ def test_names_are_registered_and_work_on_one_device(strategy: str) -> None:
     assert not trainer.strategy.collective.is_set_up
 
 
-@pytest.mark.parametrize("missing", ["collective_xla", "collective_gloo"])
-def test_names_of_backends_that_do_not_exist_are_not_registered(missing: str) -> None:
+def test_names_of_backends_that_do_not_exist_are_not_registered() -> None:
     with pytest.raises(ValueError, match="invalid strategy name"):
-        _trainer(missing)
+        _trainer("collective_gloo")
+
+
+def test_without_torch_xla_the_error_says_what_to_install() -> None:
+    with pytest.raises(ImportError, match=r"collective_strategy\[xla\]"):
+        _trainer("collective_xla")
 
 
 @pytest.mark.pytorch_lightning
