@@ -10,6 +10,10 @@ from collective_strategy._registration import register_with_lightning
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from collective_strategy.checkpoints import CheckpointError as CheckpointError
+    from collective_strategy.checkpoints import consolidate as consolidate
+    from collective_strategy.checkpoints import load_checkpoint as load_checkpoint
+    from collective_strategy.checkpoints import save_checkpoint as save_checkpoint
     from collective_strategy.collectives import Collective as Collective
     from collective_strategy.collectives import SingleProcessCollective as SingleProcessCollective
     from collective_strategy.collectives import TorchDistributedCollective as TorchDistributedCollective
@@ -34,6 +38,10 @@ if TYPE_CHECKING:
 
 # Loaded on first use, so that collectives work without Lightning.
 _PLACES = {
+    "CheckpointError": "collective_strategy.checkpoints",
+    "consolidate": "collective_strategy.checkpoints",
+    "load_checkpoint": "collective_strategy.checkpoints",
+    "save_checkpoint": "collective_strategy.checkpoints",
     "Collective": "collective_strategy.collectives",
     "SingleProcessCollective": "collective_strategy.collectives",
     "TorchDistributedCollective": "collective_strategy.collectives",

@@ -163,6 +163,13 @@ def put_together(gathered: Mapping[Coordinates, Mapping[str, Entry]], axes: Mode
     }
 
 
+def own_place(entry: Entry, wholes: Iterable[Whole], axes: ModelAxes) -> Place | None:
+    """Which slice of the whole this rank holds."""
+    kinds = dict(entry.kinds)
+    at = tuple(0 if kinds[axis] == "shared" else k for axis, k in zip(axes.sizes, axes.here, strict=True))
+    return next((piece.place for whole in wholes for piece in whole.pieces if piece.writer == at), None)
+
+
 def _wholes(name: str, entries: Mapping[Coordinates, Entry], axes: ModelAxes) -> Iterable[Whole]:
     first_at, first = next(iter(entries.items()))
     for at, entry in entries.items():

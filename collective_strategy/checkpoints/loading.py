@@ -7,7 +7,6 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
@@ -19,6 +18,7 @@ from collective_strategy.checkpoints.layout import (
     Whole,
     describe,
     gather_over_model,
+    own_place,
     put_together,
 )
 from collective_strategy.checkpoints.optimizers import FOLLOWS, is_replicated, same
@@ -159,7 +159,7 @@ class Loading:
             wholes = self.manifest.weights.get(name, [])
             found = self._found(name, wholes)
             if not self.same_mesh:
-                self._refuse_uneven_numbers(k, name, values, wholes)
+                self._refuse_uneven(k, name, values, wholes)
             if found is None and any(isinstance(v, str) and v == FOLLOWS for v in values.values()):
                 continue  # its weight is left out, too
 
@@ -179,7 +179,7 @@ class Loading:
     def _found(self, name: str, wholes: Sequence[Whole]) -> tuple[Whole, Place] | None:
         """Which saved whole this rank needs a slice of, and which slice."""
         entry = self.entries.get(name)
-        place = self._place(name, entry)
+        place = own_place(entry, self.wanted[name], self.axes) if entry is not None else None
         whole = self._whole(name, entry, wholes)
         if whole is None:
             return None
@@ -194,18 +194,6 @@ class Loading:
                 )
             return whole, Place(whole.shape)
         return whole, place
-
-    def _place(self, name: str, entry: Entry | None) -> Place | None:
-        """Which slice of the whole this rank holds."""
-        if entry is None:
-            return None
-        kinds = dict(entry.kinds)
-        at = tuple(0 if kinds[axis] == "shared" else k for axis, k in zip(self.axes.sizes, self.axes.here, strict=True))
-        for whole in self.wanted[name]:
-            for piece in whole.pieces:
-                if piece.writer == at:
-                    return piece.place
-        return None
 
     def _whole(self, name: str, entry: Entry | None, wholes: Sequence[Whole]) -> Whole | None:
         """Which of the tensors of that name is this rank's; None where it is another rank's."""
@@ -235,31 +223,32 @@ class Loading:
         if len({(whole.shape, whole.dtype) for whole in wholes}) > 1:
             return False
         first, *others = (self.saved.weight(name, whole, Place(whole.shape)) for whole in wholes)
-        return all(_bits_equal(first, other) for other in others)
+        return all(same(first, other) for other in others)
 
     # -- what is no piece of a whole -----------------------------------------------------------------------------------
 
-    def _refuse_uneven_numbers(self, k: int, name: str, values: Mapping[str, Any], wholes: Sequence[Whole]) -> None:
+    def _refuse_uneven(self, k: int, name: str, values: Mapping[str, Any], wholes: Sequence[Whole]) -> None:
         """On another mesh one rank's numbers count for all pieces, and other things cannot be cut."""
-        writers = list(dict.fromkeys(piece.writer for whole in wholes for piece in whole.pieces))
+        pieces = sum(len(whole.pieces) for whole in wholes)
         for key, value in values.items():
             if isinstance(value, str) and value == FOLLOWS:
                 continue
-            if not is_replicated(value) and len(writers) > 1:
+            if not is_replicated(value) and pieces != 1:
                 raise CheckpointError(
                     f"{key} of {name} in optimizer {k} is neither a number nor a tensor of the weight's shape but a"
                     f" {type(value).__name__}{f' of shape {tuple(value.shape)}' if isinstance(value, Tensor) else ''},"
                     f" so nobody knows how to cut it. {self._advice()}"
                 )
-            for at in writers if is_replicated(value) else ():
+            for at, rank in self.manifest.writers.items():
                 shell = self.saved.shell(k, at)
-                index = shell["names"].index(name) if name in shell.get("names", ()) else None
-                other = shell["state"].get(index, {}).get(key)
+                if name not in shell.get("names", ()):
+                    continue
+                other = shell["state"].get(shell["names"].index(name), {}).get(key)
                 if not same(value, other):
                     raise CheckpointError(
                         f"{key} of {name} in optimizer {k} is {_shown(value)} on rank"
-                        f" {self.manifest.writers[self.at]} and {_shown(other)} on rank {self.manifest.writers[at]}, so"
-                        f" the pieces cannot be joined. {self._advice()}"
+                        f" {self.manifest.writers[self.at]} and {_shown(other)} on rank {rank}, so it does not belong"
+                        f" to that weight alone, or the ranks did not step alike. {self._advice()}"
                     )
 
     def _refuse_pieces(self, key: str, value: Any) -> None:
@@ -269,7 +258,7 @@ class Loading:
             others = _tensors(self.saved.state(at, self.weights_only)["checkpoint"].get(key))
             for place, tensor in own.items():
                 other = others.get(place)
-                if tensor.numel() > 1 and (other is None or not _bits_equal(tensor, other)):
+                if tensor.numel() > 1 and (other is None or not same(tensor, other)):
                     raise CheckpointError(
                         f"checkpoint[{key!r}]{place} is a tensor of shape {tuple(tensor.shape)} that differs between"
                         f" the model ranks, and nothing says how its pieces are joined. {self._advice()} Or put it into"
@@ -287,15 +276,11 @@ def _said(sizes: Mapping[str, int]) -> str:
 
 
 def _shown(value: Any) -> str:
-    return str(value.item() if isinstance(value, Tensor) and value.numel() == 1 else value)
+    if isinstance(value, Tensor):
+        return str(value.item()) if value.numel() == 1 else f"a tensor of shape {tuple(value.shape)}"
+    return str(value) if is_replicated(value) else f"a {type(value).__name__}"
 
 
 def _tensors(tree: Any) -> dict[str, Tensor]:
     leaves, _ = _pytree.tree_flatten_with_path(tree)
     return {_pytree.keystr(path): leaf for path, leaf in leaves if isinstance(leaf, Tensor)}
-
-
-def _bits_equal(one: Tensor, other: Tensor) -> bool:
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    return torch.equal(one.contiguous().reshape(-1).view(torch.uint8), other.contiguous().reshape(-1).view(torch.uint8))

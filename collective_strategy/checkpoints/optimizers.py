@@ -71,10 +71,20 @@ def is_replicated(value: Any) -> bool:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two such numbers are equal, NaN to NaN."""
+    """Whether two values are equal, NaN to NaN, through containers."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.dtype == other.dtype and torch.equal(one.nan_to_num(nan=0.0), other.nan_to_num(nan=0.0))
-    return type(one) is type(other) and bool(one == other or (one != one and other != other))
+        return one.dtype == other.dtype and one.shape == other.shape and torch.equal(_bits(one), _bits(other))
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other or (one != one and other != other))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def names_by_id(module: torch.nn.Module) -> dict[int, str]:

@@ -77,6 +77,11 @@ class SavedCheckpoint:
                     f"{self.path} lacks the piece of {what} that rank {self.manifest.writers[piece.writer]} held:"
                     " it had none there. Resume on the mesh it was saved on."
                 )
+            if tuple(tensor.shape) != piece.place.shape:
+                raise CheckpointError(
+                    f"{self.path} has a piece of {what} of shape {tuple(tensor.shape)} where the manifest says"
+                    f" {piece.place.shape}: it was damaged or changed. Take another checkpoint."
+                )
             if result is None:
                 result = torch.empty(place.shape, dtype=tensor.dtype)
             copied += copy_overlap(tensor, piece.place, result, place)

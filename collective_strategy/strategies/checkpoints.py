@@ -15,10 +15,11 @@ from collective_strategy.checkpoints import (
 from collective_strategy.checkpoints.folders import is_remote
 from collective_strategy.checkpoints.layout import ModelAxes
 from collective_strategy.checkpoints.loading import saved_random_states
-from collective_strategy.checkpoints.optimizers import refuse_other_parameters
+from collective_strategy.checkpoints.optimizers import names_by_id, parameter_names, plain, refuse_other_parameters
 from collective_strategy.checkpoints.random_state import RandomStates, random_states, set_random_states
 from collective_strategy.checkpoints.saving import PARAMETERS
 from collective_strategy.checkpoints.storage import replacing
+from collective_strategy.checkpoints.whole_files import WholeCheckpoint
 from collective_strategy.gradients.inventory import Communicators
 from collective_strategy.sharing.roles import UnmarkedPolicy
 from collective_strategy.strategies.construction import ConstructionBehaviour
@@ -66,6 +67,7 @@ class CheckpointBehaviour(ConstructionBehaviour):
 
     _unmarked: UnmarkedPolicy
     _resumed: "ResumedRandomness | None" = None
+    _whole: WholeCheckpoint | None = None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """One ordinary file by rank 0, or with a model axis of more than one rank a directory by all."""
@@ -96,10 +98,17 @@ class CheckpointBehaviour(ConstructionBehaviour):
         directory = is_checkpoint(checkpoint_path)
         if self._model_axes.sizes:
             directory = self.collective.broadcast_object(directory)
-        if not directory:
-            return super().load_checkpoint(checkpoint_path, weights_only)
         module = self.lightning_module
         assert module is not None
+        if not directory:
+            whole = super().load_checkpoint(checkpoint_path, weights_only)
+            if self._model_axes.sizes:
+                self._whole = WholeCheckpoint(
+                    str(checkpoint_path), module, self.collective, self._unmarked, module.strict_loading
+                )
+                whole["state_dict"] = self._whole.state_dict(whole["state_dict"])
+            return whole
+        self._whole = None
         fitting = module.trainer.state.fn == self.names.TrainerFn.FITTING
         checkpoint = load_checkpoint(
             str(checkpoint_path),
@@ -126,6 +135,11 @@ class CheckpointBehaviour(ConstructionBehaviour):
         assert module is not None
         for k, (names, optimizer) in enumerate(zip(checkpoint.get(PARAMETERS, ()), self.optimizers, strict=False)):
             refuse_other_parameters(names, optimizer, module, k)
+        if self._whole is not None:
+            names = names_by_id(module)
+            states = zip(checkpoint["optimizer_states"], self.optimizers, strict=False)
+            cut = [self._whole.optimizer_state(s, parameter_names(plain(o), names)) for s, o in states]
+            checkpoint = {**checkpoint, "optimizer_states": cut}
         super().load_optimizer_state_dict(checkpoint)
 
     # -- random numbers ------------------------------------------------------------------------------------------------

@@ -74,7 +74,9 @@ class DataloaderPreparation:
     def __init__(
         self, names: LightningNames, trainer: Any, collective: Collective, before_iteration: Callable[[], None]
     ) -> None:
-        self._names, self._trainer, self._collective = names, trainer, collective
+        self._names, self._trainer = names, trainer
+        # model-parallel ranks take part in every agreement, since they get the same samples in the same order
+        self._everybody, self._collective = collective, collective.data
         self._before_iteration = before_iteration
         self._connector = trainer._data_connector
         self._announced: dict[int, int] = {}
@@ -112,7 +114,7 @@ class DataloaderPreparation:
         # Lightning would shuffle the positions of a user's own sampler
         # (https://github.com/Lightning-AI/pytorch-lightning/issues/21447)
         sampler = self._names.DistributedSamplerWrapper(
-            AgreedOrder(dataloader.sampler, self._collective),
+            AgreedOrder(dataloader.sampler, self._everybody),
             num_replicas=self._collective.world_size,
             rank=self._collective.rank,
             shuffle=False,
@@ -121,14 +123,14 @@ class DataloaderPreparation:
         return self._names.reinstantiate(dataloader, *args, **kwargs)
 
     def _in_lockstep(self, dataloader: Any) -> Any:
-        if self._collective.world_size == 1:
+        if self._everybody.world_size == 1:
             return dataloader
         length = self._limited(dataloader)
-        lengths = self._collective.all_gather_object(length)
+        lengths = self._everybody.all_gather_object(length)
         if any(other is None for other in lengths):
-            return LockstepLoader(dataloader, self._collective)
+            return LockstepLoader(dataloader, self._everybody)
         if len(set(lengths)) > 1:
-            numbers = ", ".join(f"{n} on rank {rank}" for rank, n in zip(self._collective.ranks, lengths, strict=True))
+            numbers = ", ".join(f"{n} on rank {rank}" for rank, n in zip(self._everybody.ranks, lengths, strict=True))
             raise _uneven(f"the ranks have {numbers}", min(lengths))
         return dataloader
 
@@ -151,7 +153,11 @@ class DataloaderPreparation:
         predicting = mode == self._names.RunningStage.PREDICTING
         if not isinstance(dataloader, DataLoader):
             return dataloader
-        if ranks == 1 and not predicting:
+        if (
+            ranks == 1
+            and not predicting
+            and (self._everybody.world_size == 1 or isinstance(dataloader.sampler, SequentialSampler))
+        ):
             return dataloader
         if self._names.has_iterable_dataset(dataloader):
             if ranks > 1 and self._trainer._accelerator_connector.use_distributed_sampler:
@@ -163,7 +169,11 @@ class DataloaderPreparation:
                 self._warn(dataloader, mode, text)
             return stock(self._connector, dataloader, shuffle=shuffle, mode=mode)
         batches: Any = dataloader.batch_sampler
-        if ranks == 1 or batches is None or not self._connector._requires_distributed_sampler(dataloader):
+        if (
+            self._everybody.world_size == 1
+            or batches is None
+            or not self._connector._requires_distributed_sampler(dataloader)
+        ):
             return stock(self._connector, dataloader, shuffle=shuffle, mode=mode)
         if type(batches) is BatchSampler:
             share: Any = EvaluationBatchSampler(
@@ -176,7 +186,7 @@ class DataloaderPreparation:
             )
             self._report_uneven(dataloader, share, mode)
         else:
-            share = DealtBatchSampler(AgreedOrder(batches, self._collective), rank=rank, ranks=ranks)
+            share = DealtBatchSampler(AgreedOrder(batches, self._everybody), rank=rank, ranks=ranks)
             if len(batches) % ranks:
                 rest = len(batches) % ranks
                 text = (
@@ -196,7 +206,7 @@ class DataloaderPreparation:
             if self._trainer.overfit_batches:
                 return SequentialSampler(dataloader.dataset)
             return SharedPermutation(len(dataloader.dataset), int(os.getenv("PL_GLOBAL_SEED", "0")))
-        return AgreedOrder(sampler, self._collective)
+        return AgreedOrder(sampler, self._everybody)
 
     def _with_batches(self, dataloader: Any, batch_sampler: Any) -> Any:
         """The same dataloader with another batch sampler, made as Lightning remakes dataloaders."""

@@ -22,6 +22,7 @@ from collective_strategy.gradients.reducer import GradientReducer
 from collective_strategy.gradients.replicas import agree_on_buffers, broadcast_replicas
 from collective_strategy.sharing.marks import record_marks, restore_marks
 from collective_strategy.sharing.roles import UnmarkedPolicy
+from collective_strategy.strategies.batches import BatchBehaviour, BatchPolicy
 from collective_strategy.strategies.checkpoints import CheckpointBehaviour
 from collective_strategy.strategies.dataloaders import DataloaderPreparation
 from collective_strategy.strategies.environments import launch_environment
@@ -34,7 +35,7 @@ from collective_strategy.strategies.replication import BufferPolicy, RandomNumbe
 log = logging.getLogger("collective_strategy")
 
 
-class CollectiveStrategyBehaviour(InspectionBehaviour, ReplicationBehaviour, CheckpointBehaviour):
+class CollectiveStrategyBehaviour(InspectionBehaviour, ReplicationBehaviour, BatchBehaviour, CheckpointBehaviour):
     """Data-parallel training over a :class:`Collective`, which modules reach as ``self.collective``.
 
     Cheap to construct and picklable; nothing is opened before ``setup_environment``. There is no wrapper around the
@@ -60,6 +61,9 @@ class CollectiveStrategyBehaviour(InspectionBehaviour, ReplicationBehaviour, Che
             augmentation) differ over the data axis and are equal over the model axes, see `seed_ranks`;
             ``"as_they_are"``: ranks that were seeded alike draw alike, as with DDP; ``"auto"``: the former with a mesh,
             the latter without.
+        batches: ranks that hold one model together must get the same batches. ``"check"``: the first ones are compared,
+            and a difference is an error that names it; ``"broadcast"``: the first model rank sends its batches to the
+            others; ``"different"``: each model rank reads its own part on purpose.
         bucket_sizes, reduce_dtype, compression, static_graph: how gradients are reduced, see :class:`GradientReducer`.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in any strategy.
         **backend_options: for the backend's constructor, e.g. ``backend="gloo"``.
@@ -91,6 +95,7 @@ class CollectiveStrategyBehaviour(InspectionBehaviour, ReplicationBehaviour, Che
         unmarked: UnmarkedPolicy = "private",
         buffers: BufferPolicy = "first",
         random_numbers: RandomNumbers = "auto",
+        batches: BatchPolicy = "check",
         bucket_sizes: BucketSizes | None = None,
         reduce_dtype: torch.dtype | None = None,
         compression: torch.dtype | None = None,
@@ -116,6 +121,7 @@ class CollectiveStrategyBehaviour(InspectionBehaviour, ReplicationBehaviour, Che
         self._num_nodes = 1
         self._unmarked: UnmarkedPolicy = unmarked
         self._choose_replication(buffers, random_numbers)
+        self._choose_batches(batches)
         self._reducer_settings: dict[str, Any] = {
             "sizes": bucket_sizes,
             "reduce_dtype": reduce_dtype,
@@ -169,8 +175,9 @@ class CollectiveStrategyBehaviour(InspectionBehaviour, ReplicationBehaviour, Che
     def _attach(self, trainer: Any) -> None:
         trainer.callbacks[:] = [c for c in trainer.callbacks if not isinstance(c, self.callback_class)]
         trainer.callbacks.insert(0, self.callback_class(self))
-        self._preparation = DataloaderPreparation(self.names, trainer, self.collective.data, self.before_training_data)
+        self._preparation = DataloaderPreparation(self.names, trainer, self.collective, self.before_training_data)
         trainer._data_connector._prepare_dataloader = self._preparation
+        self._start_comparing()
         for user in (trainer.lightning_module, trainer.datamodule):
             if user is not None:
                 warn_if_taken(user)
@@ -307,7 +314,7 @@ class CollectiveStrategyBehaviour(InspectionBehaviour, ReplicationBehaviour, Che
             trainer._data_connector.__dict__.pop("_prepare_dataloader", None)
             if trainer.state.fn == self.names.TrainerFn.FITTING and self._layer_sync and self.model is not None:
                 self.model = self._layer_sync.revert(self.model)
-        self._preparation = None
+        self._preparation = self._batches = self._resumed = self._whole = None
         interrupted = self._stopped is not None or self.collective.broken is not None
         if self._opened_here and (interrupted or self.collective.world_size == 1):
             self.collective.teardown()
@@ -317,7 +324,16 @@ class CollectiveStrategyBehaviour(InspectionBehaviour, ReplicationBehaviour, Che
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        live = ("_reducer", "_metrics", "_preparation", "_communicators", "_precision_connection")
+        live = (
+            "_reducer",
+            "_metrics",
+            "_preparation",
+            "_batches",
+            "_resumed",
+            "_whole",
+            "_communicators",
+            "_precision_connection",
+        )
         return state | dict.fromkeys(live) | {"_opened_here": False}
 
 

@@ -76,11 +76,17 @@ def ranks(path: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def two(path: Path, ranks: Any) -> list[dict[str, Any]]:
-    mesh = {"data": 1, "model": 2}
-    outcomes = run_ranks(
-        2, lambda _: go_on(mesh, f"{path}/half.ckpt", f"{path}/1x2.ckpt"), backend=None, fresh=True, timeout=60
-    )
-    return [outcome.result() for outcome in outcomes]
+    """Two ranks, from the directory and from the one file that it was made into."""
+    consolidate(path / "half.ckpt", path / "half.file.ckpt")
+
+    def both(_: Any) -> dict[str, Any]:
+        mesh = {"data": 1, "model": 2}
+        return {
+            "1x2": go_on(mesh, f"{path}/half.ckpt", f"{path}/1x2.ckpt"),
+            "file": go_on(mesh, f"{path}/half.file.ckpt", f"{path}/file.ckpt"),
+        }
+
+    return [outcome.result() for outcome in run_ranks(2, both, backend=None, fresh=True, timeout=90)]
 
 
 def assert_equal(one: Any, other: Any, place: str = "") -> None:
@@ -104,7 +110,7 @@ def test_a_resumed_run_goes_on_exactly_as_the_uninterrupted_one(ranks: list[dict
         assert not torch.equal(rank["half"]["torch"], rank["straight"]["torch"])  # numbers were drawn
 
 
-@pytest.mark.parametrize("mesh", ["2x2", "1x4", "4x1", "1x2"])
+@pytest.mark.parametrize("mesh", ["2x2", "1x4", "4x1", "1x2", "file"])
 def test_resumed_on_another_mesh_it_goes_on_as_one_process(
     path: Path, ranks: list[dict[str, Any]], two: list[dict[str, Any]], mesh: str
 ) -> None:
@@ -126,7 +132,7 @@ def test_resumed_on_another_mesh_it_goes_on_as_one_process(
             torch.testing.assert_close(moments["state"][index][key], value, rtol=0, atol=1e-10)
     assert moments["param_groups"][0]["lr"] == expected_moments["param_groups"][0]["lr"]
     assert found["global_step"] == 2 * STEPS
-    results = {"1x2": two}.get(mesh) or [rank[mesh] for rank in ranks]
+    results = [rank[mesh] for rank in (two if mesh in ("1x2", "file") else ranks)]
     assert {(r["steps"], r["epoch"], r["counted"], r["schedule"], r["tied"]) for r in results} == {
         (2 * STEPS, 2, 2 * STEPS, 2 * STEPS, True)
     }

@@ -8,7 +8,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("page", ["gradients.md", "random_numbers.md", "shared_weights.md", "truth_tools.md"])
+@pytest.mark.parametrize(
+    "page", ["checkpoints.md", "gradients.md", "random_numbers.md", "shared_weights.md", "truth_tools.md"]
+)
 def test_the_tests_that_a_page_names_exist(page):
     named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", (ROOT / "docs" / page).read_text())
     assert len(named) > 10
