@@ -2,7 +2,8 @@
 
 from collective_strategy.inspection.audit import Audit, audit
 from collective_strategy.inspection.audit_report import AuditReport, Evidence, Finding, SharingMistakeError
-from collective_strategy.inspection.explain import ExplainedTensor, Explanation, explain
+from collective_strategy.inspection.explain import explain
+from collective_strategy.inspection.explanation import ExplainedTensor, Explanation
 from collective_strategy.inspection.replica_report import ReplicaDifference, ReplicaDriftError, ReplicaReport
 from collective_strategy.inspection.verify import verify
 

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from collective_strategy.collectives.collective import Collective
 from collective_strategy.gradients.inventory import Communicators
-from collective_strategy.inspection.audit_report import AuditReport, Evidence, Gradients, Values, judge
+from collective_strategy.inspection.audit_report import AuditReport, Evidence, Gradients, Values
 from collective_strategy.inspection.checksums import checksums, plain
+from collective_strategy.inspection.judgement import judge
 from collective_strategy.inspection.untouched import untouched
 from collective_strategy.sharing.roles import Role, UnmarkedPolicy
 
@@ -170,26 +171,10 @@ class Audit:
         group, members = subject.group, subject.members
         if not members:
             return
-        rows = []
-        firsts = _of_first_rank(group, [plain(gradients[i]) for i in members])
-        for i, first in zip(members, firsts, strict=True):
-            own = plain(gradients[i]).to(first.device)
-            wide = own.to(torch.float64 if own.dtype == torch.float64 else torch.float32)
-            other = first.to(wide.dtype)
-            if not own.numel():
-                rows.append(torch.zeros(6, dtype=torch.float64, device=group.device))
-                continue
-            magnitude, distance = wide.abs().max(), (wide - other).abs().max()
-            finite = torch.isfinite(wide).all()
-            flags = [distance, torch.maximum(magnitude, other.abs().max()), magnitude > 0, magnitude == 0, ~finite]
-            rows.append(
-                torch.stack(
-                    [*(f.to(torch.float64) for f in flags), distance.new_tensor(bool(depends[i])).to(torch.float64)]
-                )
-                .to(group.device)
-                .nan_to_num(posinf=torch.inf)
-            )
-        largest: Tensor = group.all_reduce(torch.stack(rows), "max")
+        own = [plain(gradients[i]) for i in members]
+        pairs = zip(own, _of_first_rank(group, own), members, strict=True)
+        rows = [_measured(mine, first, bool(depends[i])) for mine, first, i in pairs]
+        largest: Tensor = group.all_reduce(torch.stack(rows).to(group.device), "max")
         for i, (distance, magnitude, some, none, infinite, changed) in zip(members, largest.tolist(), strict=True):
             gradient = self._parameters[i].dtype
             kind = _kind(distance, magnitude, bool(some), bool(none), bool(infinite), gradient)
@@ -203,6 +188,19 @@ class Audit:
                 magnitude=magnitude if decided else 0.0,
             )
             subject.evidence[i] = seen.joined(batch)
+
+
+def _measured(own: Tensor, first: Tensor, changed: bool) -> Tensor:
+    """What the ranks' maximum is taken of: distance from the first rank's gradient, the largest entry, and flags."""
+    if not own.numel():
+        return torch.zeros(6, dtype=torch.float64, device=own.device)
+    wide = own if own.dtype == torch.float64 else own.float()
+    other = first.to(wide.device, wide.dtype)
+    largest, distance = wide.abs().max(), (wide - other).abs().max()
+    flags = [largest > 0, largest == 0, ~torch.isfinite(wide).all()]
+    values = [distance, torch.maximum(largest, other.abs().max()), *flags, torch.full_like(distance, changed)]
+    row = torch.stack([value.to(torch.float64) for value in values])
+    return torch.where(row.isnan(), torch.inf, row)
 
 
 @contextmanager

@@ -65,7 +65,7 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report.
+    """One weight that deserves a word.
 
     Attributes:
         name: Of the weight.
@@ -73,14 +73,23 @@ class Finding:
         kind: What it is.
         level: ``"mistake"``: what is marked contradicts what was seen. ``"question"``: it may be on purpose.
             ``"note"``: nothing is wrong with the gradients.
-        message: What was seen, why it matters, what to do.
+        what: What was seen, and why it matters.
+        size: How much gradients differ, where they do.
+        advice: What to do.
     """
 
     name: str
     axis: str
     kind: Kind
     level: Level
-    message: str
+    what: str
+    size: str = ""
+    advice: str = ""
+
+    @property
+    def message(self) -> str:
+        """All of it but the name."""
+        return f"{self.what}{f' ({self.size})' if self.size else ''}. {self.advice}".strip()
 
     def __str__(self) -> str:
         return f"{self.name}: {self.message}"
@@ -126,7 +135,7 @@ class AuditReport:
         lines = [f"Audit of {weights} weights over {axes} in {self.batches} batches: " + self._verdict()]
         for title, found in (("Mistakes", self.mistakes), ("Questions", self.questions)):
             if found:
-                lines += [f"{title}:", *(f"  {finding}" for finding in found)]
+                lines += [f"{title}:", *_grouped(found)]
         for kind in ("replicated, unmarked", "not decided"):
             names = list(dict.fromkeys(finding.name for finding in self.notes if finding.kind == kind))
             if names:
@@ -161,125 +170,14 @@ class SharingMistakeError(CollectiveError):
         return type(self), (self.report,)
 
 
-def judge(evidence: Sequence[Evidence]) -> list[Finding]:
-    """The findings on what was seen."""
-    findings = [finding for one in evidence if (finding := _judge_one(one)) is not None]
-    doubled = {finding.name: finding for finding in findings if finding.kind == "reduced twice"}
-    result = []
+def _grouped(findings: Sequence[Finding]) -> list[str]:
+    """What is said of several weights, once."""
+    groups: dict[tuple[str, str], list[Finding]] = {}
     for finding in findings:
-        right = finding.kind == "forgotten mark" and doubled.get(finding.name)
-        if right:
-            result.append(_wrong_axis(right, finding))
-        elif not (
-            finding.kind == "reduced twice"
-            and any(other.kind == "forgotten mark" and other.name == finding.name for other in findings)
-        ):
-            result.append(finding)
-    return result
-
-
-def _judge_one(seen: Evidence) -> Finding | None:
-    by_mark = {"unmarked": _unmarked, "sharded": _sharded, "sum": _sum, "mean": _mean, "none": _none}
-    judged = by_mark.get(seen.mark)
-    if judged is None:
-        return None
-    if seen.mark in ("sum", "mean", "none") and seen.weights == "different":
-        return _finding(
-            seen, "copies differ", "mistake",
-            f"it is marked shared over {seen.axis}, but its {seen.ranks} copies differ, so their gradients cannot be "
-            "compared. verify() says where and by how much, and mends them.",
-        )  # fmt: skip
-    return judged(seen)
-
-
-def _unmarked(seen: Evidence) -> Finding | None:
-    if seen.weights == "different":
-        return None  # private
-    if seen.values == "zero" or seen.gradients in ("zero", "one-sided"):
-        return _undecided(seen) if seen.values != "zero" or seen.gradients in ("different", "rounded") else None
-    if seen.gradients in ("equal", "rounded"):
-        return _finding(seen, "replicated, unmarked", "note", "equal copies with equal gradients, and no mark.")
-    start = (
-        " Its values are all one number, as a layer may be made, so this may be chance." if seen.values == "uniform"
-        else ""
-    )  # fmt: skip
-    return _finding(
-        seen, "forgotten mark", "question" if seen.values == "uniform" else "mistake",
-        f"it has no mark for axis {seen.axis}, is equal on its {seen.ranks} ranks, and gets different gradients "
-        f"({_size(seen)}), so the copies drift apart.{start} If it is one weight, say shared(module, "
-        f"over={seen.axis!r}), or use collective[{seen.axis!r}].replicate(weight) in forward. If it is not, say "
-        "private() or sharded(), and draw its start values in varying_rng(), so that the ranks' pieces differ.",
-    )  # fmt: skip
-
-
-def _sharded(seen: Evidence) -> Finding | None:
-    if seen.weights == "different" or seen.values != "varied" or seen.gradients != "equal" or not seen.depends:
-        return None
-    return _finding(
-        seen, "equal pieces", "mistake",
-        f"it is marked sharded over {seen.axis}, but its {seen.ranks} ranks hold the same values and get the same "
-        "gradients: either it is a copy (shared(..., grad='none'); as pieces, norms count it once per rank), or the "
-        "pieces started from the same random numbers and will stay equal for ever (draw them in varying_rng()).",
-    )  # fmt: skip
-
-
-def _sum(seen: Evidence) -> Finding | None:
-    if seen.gradients in ("different", "one-sided"):
-        return None
-    if seen.gradients == "zero" or not seen.depends:
-        return _undecided(seen)
-    return _finding(
-        seen, "reduced twice", "mistake",
-        f"it is marked grad='sum' over {seen.axis}, but its {seen.ranks} ranks get the same gradient already, so the "
-        f"sum is {seen.ranks} times too large. Say grad='mean' (or 'none'); or take the replicate() away that sums it "
-        "in forward, or the wrong to= that hands every rank the whole gradient.",
-    )  # fmt: skip
-
-
-def _mean(seen: Evidence) -> Finding | None:
-    if seen.gradients not in ("different", "one-sided"):
-        return None
-    return _finding(
-        seen, "averaged parts", "question",
-        f"it is marked grad='mean' over {seen.axis}, but its {seen.ranks} ranks get different gradients "
-        f"({_size(seen)}). If these are parts of one gradient, the mean is {seen.ranks} times too small: say "
-        "grad='sum'. If the axis averages, as over an ensemble, it is right.",
-    )  # fmt: skip
-
-
-def _none(seen: Evidence) -> Finding | None:
-    if seen.gradients in ("equal", "zero"):
-        return None
-    if seen.gradients == "rounded":
-        what = "by rounding only: say grad='mean', which keeps copies together"
-    else:
-        what = (
-            "so the copies drift apart: if these are parts, say grad='sum'; if they should be equal, look for random "
-        )
-        what += "numbers or batches that differ over the axis"
-    return _finding(
-        seen, "not reduced", "mistake",
-        f"it is marked grad='none' over {seen.axis}, but its {seen.ranks} ranks get different gradients "
-        f"({_size(seen)}), {what}.",
-    )  # fmt: skip
-
-
-def _wrong_axis(doubled: Finding, forgotten: Finding) -> Finding:
-    return Finding(
-        doubled.name, doubled.axis, "wrong axis", "mistake",
-        f"it is marked grad='sum' over {doubled.axis}, where the ranks get the same gradient already, and not over "
-        f"{forgotten.axis}, where it is equal and gets different ones. Probably the axes are mixed up: say "
-        f"over={forgotten.axis!r}.",
-    )  # fmt: skip
-
-
-def _undecided(seen: Evidence) -> Finding:
-    return _finding(seen, "not decided", "note", "values or gradients say nothing.")
-
-
-def _finding(seen: Evidence, kind: Kind, level: Level, message: str) -> Finding:
-    return Finding(seen.name, seen.axis, kind, level, message)
-
-
-def _size(seen: Evidence) -> str:
-    return f"by up to {seen.largest:.2g}, the largest entry is {seen.magnitude:.2g}"
+        groups.setdefault((finding.what, finding.advice), []).append(finding)
+    lines = []
+    for (what, advice), found in groups.items():
+        lines.append(f"  {what}:")
+        lines += [f"    {finding.name}{f' ({finding.size})' if finding.size else ''}" for finding in found]
+        lines.append(f"    -> {advice}")
+    return lines

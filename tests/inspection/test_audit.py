@@ -57,8 +57,13 @@ def test_a_forgotten_mark_is_found():
     ok, found, text = common(check)
     assert not ok
     assert found == {("forgotten mark", "mistake", "1.weight", "model")}
-    assert "1.weight: it has no mark for axis model, is equal on its 2 ranks, and gets different gradients (by" in text
-    assert "say shared(module, over='model')" in text
+    _, title, what, weight, advice = text.splitlines()
+    assert title == "Mistakes:"
+    assert (
+        what == "  no mark for axis model, equal on the 2 ranks, but different gradients, so that copies drift apart:"
+    )
+    assert weight.startswith("    1.weight (by up to ")
+    assert advice.startswith("    -> If it is one weight, say shared(module, over='model'), or use collective['model']")
 
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
@@ -163,7 +168,7 @@ def test_copies_that_differ_by_rounding_need_a_mean():
             return sum(model(row).square().sum() for row in rows)
 
         (finding,) = audit(model, collective, step).findings
-        return finding.kind, "by rounding only: say grad='mean'" in finding.message
+        return finding.kind, "by rounding only (by up to" in str(finding) and "Say grad='mean'" in str(finding)
 
     assert common(check) == ("not reduced", True)
 

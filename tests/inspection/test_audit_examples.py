@@ -1,4 +1,4 @@
-"""The models of the examples are right without marks, fresh and after five steps; mistakes put into them are found."""
+"""The models of the examples are right as they are, fresh and after five steps; mistakes put into them are found."""
 
 import sys
 from pathlib import Path
@@ -12,7 +12,13 @@ from collective_strategy.testing import run_ranks
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from running import load
 
-EXAMPLES = ("tensor_parallel_mlp", "sequence_parallel_mlp", "moe_dispatch", "domain_parallel_convolution")
+EXAMPLES = (
+    "tensor_parallel_mlp",
+    "sequence_parallel_mlp",
+    "moe_dispatch",
+    "domain_parallel_convolution",
+    "image_restoration",
+)
 
 
 def build(example, axis):
@@ -39,12 +45,24 @@ def build(example, axis):
     if example == "moe_dispatch":
         model = module.ExpertParallel(module.MixtureOfExperts(axis.world_size).double(), axis)
         return model, lambda number: whole_loss(model(drawn(10 * number + axis.rank, 5, module.FEATURES)))
+    if example == "image_restoration":
+        model = shared(module.Network(4).double(), over="model")
+
+        def convolve(layer, x):
+            return layer(axis.halo_exchange(x, dim=-2, width=1))
+
+        def own_part(number):
+            noisy, clean = drawn(10 * number + axis.rank, 2, 3, 8, 8), drawn(10 * number + axis.rank + 5, 2, 3, 8, 8)
+            return (model(noisy, convolve) - clean).square().mean()
+
+        return model, own_part
     model = module.parallelize(module.network("circular").double(), axis)
     return model, lambda number: whole_loss(model(drawn(10 * number + axis.rank, 2, 3, 5, module.COLUMNS)))
 
 
-def outcomes(function, *arguments):
-    results = [o.result() for o in run_ranks(2, function, *arguments, mesh={"data": 1, "model": 2}, timeout=30)]
+def outcomes(function, **options):
+    ranks = run_ranks(2, function, mesh={"data": 1, "model": 2}, timeout=30, **options)
+    results = [outcome.result() for outcome in ranks]
     assert results[0] == results[1]
     return results[0]
 
@@ -64,7 +82,8 @@ def test_no_false_alarm_fresh_and_after_five_steps(example):
         trained = audit(model, collective, loss)
         return [(r.ok, str(r) if not r.ok else "", len(r.evidence) > 0) for r in (fresh, trained)]
 
-    assert outcomes(check) == [(True, "", True)] * 2
+    # Lightning, which this one imports, changes the process
+    assert outcomes(check, fresh=example == "image_restoration") == [(True, "", True)] * 2
 
 
 def test_mistakes_in_the_examples_are_found():
