@@ -282,6 +282,9 @@ class CollectiveBase(ABC):
         ``scope`` is a name that its members agree on and no other group of this set-up has.
         """
 
+    def _no_group(self, partition: Partition) -> None:  # noqa: B027
+        """Called instead of `_new_group` by a rank that is alone or in no group."""
+
     @abstractmethod
     def _barrier(self) -> Handle:
         """Complete when all ranks have started it."""
@@ -360,6 +363,8 @@ class CollectiveBase(ABC):
                 sub._channel = self._root._channel and self._root._channel.scoped(sub._scope)
             sub._start_watching(self._checker is not None)
             self._root._parts.append(sub)
+        else:
+            self._no_group(partition)
         return sub
 
     def _outsider(self, reason: str) -> Self:

@@ -241,6 +241,7 @@ class Collective(DataOperations, InPlaceOperations, ObjectOperations):
                 groups.setdefault(other, []).append(rank)
         explicit = tuple(tuple(ranks) for ranks in groups.values())
         if color is None:
+            self._no_group(Partition((), explicit=explicit))
             return self._outsider(
                 f"rank {self.rank} gave color None to split() and is in no group; it is not a member of "
                 f"{list(explicit)}."

@@ -17,11 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from collective_strategy.collectives.capabilities import PRIMITIVES, Capabilities
 from collective_strategy.collectives.collective import Collective
+from collective_strategy.collectives.composed import composed_all_to_all, composed_reduce_scatter
 from collective_strategy.collectives.environment import LaunchEnvironment
 from collective_strategy.collectives.errors import CollectiveError, CollectiveStateError, RendezvousError
 from collective_strategy.collectives.handles import Handle
 from collective_strategy.collectives.layout import Partition
 from collective_strategy.collectives.operations import ReduceOp
+from collective_strategy.collectives.probing import Probed, probe
 from collective_strategy.collectives.rendezvous import join
 from collective_strategy.collectives.side_channel import SideChannel, second_connection
 
@@ -44,9 +46,22 @@ _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+_KNOWN = frozenset({"gloo", "nccl", "xccl", "ucc", "mpi"})
+
+
+def _libraries(backends: str) -> set[str]:
+    """``"cpu:gloo,cuda:nccl"`` -> gloo, nccl."""
+    return {part.partition(":")[2] or part for part in backends.split(",")}
+
+
+def _probed_capabilities(probed: Probed, device_types: frozenset[str]) -> Capabilities:
+    own = probed.operations | {"all_reduce", "broadcast", "barrier", "all_gather"}
+    return Capabilities(probed.moved, probed.reduced, device_types=device_types, primitives=own)
+
+
 def _capabilities(backends: str, device_types: frozenset[str]) -> Capabilities:
     """Declared for what the named libraries have in common; what is not declared is composed."""
-    names = {part.partition(":")[2] or part for part in backends.split(",")}
+    names = _libraries(backends)
     dtypes = _COMMON if names <= {"gloo", "nccl", "xccl"} else _PLAIN
     reductions: dict[ReduceOp, frozenset[torch.dtype]] = dict.fromkeys(_ARITHMETIC, dtypes)
     if names <= {"gloo"}:
@@ -73,8 +88,8 @@ class TorchDistributedCollective(Collective):
         """Keeps the settings.
 
         Args:
-            backend: A backend of torch.distributed (``"gloo"``, ``"nccl"``, ``"cpu:gloo,cuda:nccl"``); the default one
-                of the device if not given.
+            backend: A backend of torch.distributed (``"gloo"``, ``"nccl"``, ``"cpu:gloo,tpu:tpu_dist"``); the default
+                one of the device if not given. What one that we do not know can do is tried out at set-up.
             **settings: See `Collective`.
         """
         super().__init__(**settings)
@@ -88,14 +103,27 @@ class TorchDistributedCollective(Collective):
         self._loopback = False
         self._generation = "own"
         self._known: Capabilities | None = None
+        self._has: frozenset[str] = frozenset(PRIMITIVES)
 
     @property
     def capabilities(self) -> Capabilities:
         if self._known is None:
-            backend = self._backend()
-            kinds = {part.partition(":")[0] for part in backend.split(",") if ":" in part}
-            self._known = _capabilities(backend, frozenset(kinds or {self.device.type}))
+            self._known = _capabilities(self._backend(), self._device_types())
         return self._known
+
+    def _device_types(self) -> frozenset[str]:
+        kinds = {part.partition(":")[0] for part in self._backend().split(",") if ":" in part}
+        return frozenset(kinds or {self.device.type})
+
+    @property
+    def _is_foreign(self) -> bool:
+        return not _libraries(self._backend()) <= _KNOWN
+
+    def _probe(self) -> None:
+        """Finds out what a backend that we do not know has; the rest is composed."""
+        if self._is_foreign and self.world_size > 1:
+            probed = probe(self.device, self.world_size, _all_gather_flat, _reduce_scatter_flat, _OPS)
+            self._known, self._has = _probed_capabilities(probed, self._device_types()), probed.operations
 
     def device_mesh(self) -> DeviceMesh:
         """The mesh's groups as torch's DeviceMesh, for DTensor or FSDP. Every rank calls it.
@@ -149,6 +177,7 @@ class TorchDistributedCollective(Collective):
                 "ranks' output."
             ) from error
         self._owns_world = True
+        self._probe()
         atexit.register(_destroy_at_exit)
         return SideChannel(store, second, "side")
 
@@ -164,6 +193,7 @@ class TorchDistributedCollective(Collective):
             )
         if self.process_group_backend is None:
             self.process_group_backend = dist.get_backend()
+        self._probe()
         store = distributed_c10d._get_default_store()
         generation = _next_generation(store, self.world_size)
         if generation is None:
@@ -179,16 +209,33 @@ class TorchDistributedCollective(Collective):
     def _new_group(self, ranks: tuple[int, ...], partition: Partition, scope: str) -> Any:
         backend = self._backend()
         with self._gloo_settings():
-            if backend == "mpi":  # it cannot make a group by its members only
-                groups = {
-                    members: distributed_c10d.new_group(list(members), timeout=self.timeout)
-                    for members in partition.groups()
-                }
+            if self._groups_by_all:
+                groups = self._new_groups(partition)
                 return groups[ranks]
             with _group_named(f"collective_strategy/{self._generation}/{scope}"):
                 return distributed_c10d.new_group(  # torch_xla replaces dist.new_group when it is imported
                     list(ranks), timeout=self.timeout, backend=backend, use_local_synchronization=True
                 )
+
+    @property
+    def _groups_by_all(self) -> bool:
+        """Whether all ranks of the job must make all groups of a partition; otherwise the members make theirs."""
+        return self._backend() == "mpi" or self._is_foreign
+
+    def _new_groups(self, partition: Partition) -> dict[tuple[int, ...], Any]:
+        if self._root is not self:
+            raise CollectiveError(
+                f"{self.name!r} cannot be divided: with the backend {self._backend()!r} all ranks make all groups "
+                "together, and those outside are not here. Divide the whole collective, or declare a mesh axis."
+            )
+        return {
+            members: distributed_c10d.new_group(list(members), timeout=self.timeout) for members in _wide(partition)
+        }
+
+    def _no_group(self, partition: Partition) -> None:
+        if self._groups_by_all and self.world_size > 1:
+            with self._gloo_settings():
+                self._new_groups(partition)
 
     @contextlib.contextmanager
     def _gloo_settings(self) -> Iterator[None]:
@@ -212,6 +259,8 @@ class TorchDistributedCollective(Collective):
     # -- primitives ----------------------------------------------------------------------------------------------------
 
     def _barrier(self) -> Handle:
+        if "barrier" not in self._has:
+            return self._all_reduce(torch.ones(1, device=self.device), ReduceOp.SUM)
         if self.device.type == "cuda":
             work = dist.barrier(self._group, async_op=True, device_ids=[self.device.index or 0])
         else:
@@ -226,15 +275,23 @@ class TorchDistributedCollective(Collective):
 
     def _all_gather(self, x: Tensor) -> Handle:
         output = x.new_empty(self.world_size * x.numel())
+        if "all_gather" not in self._has:
+            pieces = list(output.view(self.world_size, -1).unbind(0))
+            work = dist.all_gather(pieces, x.reshape(-1), group=self._group, async_op=True)
+            return _WorkHandle(work, output.view(self.world_size, *x.shape))
         work = _all_gather_flat(output, x.reshape(-1), group=self._group, async_op=True)
         return _WorkHandle(work, output.view(self.world_size, *x.shape))
 
     def _reduce_scatter(self, x: Tensor, op: ReduceOp) -> Handle:
+        if "reduce_scatter" not in self._has:
+            return composed_reduce_scatter(self, x, op)
         output = x.new_empty(x[0].numel())
         work = _reduce_scatter_flat(output, x.reshape(-1), _OPS[op], group=self._group, async_op=True)
         return _WorkHandle(work, output.view(x.shape[1:]))
 
     def _all_to_all(self, x: Tensor, out: Sequence[int], into: Sequence[int]) -> Handle:
+        if self._is_foreign:  # pieces of different lengths cannot be counted on
+            return composed_all_to_all(self, x, out, into)
         output = x.new_empty(sum(into))
         work = dist.all_to_all_single(output, x, list(into), list(out), group=self._group, async_op=True)
         return _WorkHandle(work, output)
@@ -258,6 +315,11 @@ class _WorkHandle(Handle):
 
     def is_completed(self) -> bool:
         return self._work is None or bool(self._work.is_completed())
+
+
+def _wide(partition: Partition) -> list[tuple[int, ...]]:
+    """The groups of more than one rank."""
+    return [members for members in partition.groups() if len(members) > 1]
 
 
 @contextlib.contextmanager
