@@ -121,7 +121,7 @@ def test_a_mistake_is_noticed(results, mistake):
 
 
 def test_whole_photographs_in_uneven_pieces_are_restored_as_in_one_process(results):
-    """300 rows in pieces of 76, 76, 74 and 74, and 426 rows in pieces of 108, 106, 106 and 106."""
+    """300 rows in pieces of 76, 76, 74 and 74, and 512 rows in pieces of 128."""
     for result in results:
         difference, difference_of_psnr = result["whole photographs"]
         assert difference < 1e-5
