@@ -37,6 +37,18 @@ _GONE = """      try {
         id_to_be_removed_ = SUCCESSFUL_REMOVAL;
       }
       if (ProcessSetHasJustBeenRemoved()) {"""
+_NOT_AGREED = """    if (!Get(id).initialization_done) {
+      DeregisterProcessSet(id);
+      continue;
+    }
+"""
+_FAILED = r"""\g<0>    state.shut_down = true;
+    for (auto id : state.process_set_table.Ids()) {
+      if (id != 0) {
+        state.process_set_table.Get(id).Finalize(SHUT_DOWN_ERROR);
+      }
+    }
+"""
 _NOT_MET = """    try {
       global_gloo_context.Initialize(ParseGlooIface());
     } catch (const std::exception& ex) {
@@ -57,11 +69,28 @@ PATCHES = (
     ),
     # With Gloo the list of ranks stays empty, so that the check for stalled operations never reports one; upstream too.
     ("horovod/common/gloo/gloo_controller.cc", r"global_ranks_\.reserve\(size_\)", "global_ranks_.resize(size_)"),
-    # When a process dies, the others agree with it about the end of each process set, which throws and aborts them.
+    # When a process dies, the others agree with it about the end of each process set: they wait for one another, then
+    # throw and abort.
+    (
+        "horovod/common/operations.cc",
+        r' {8}<< "Horovod background loop uncaught exception: " << ex\.what\(\);\n',
+        _FAILED,
+    ),
+    (
+        "horovod/common/process_set.cc",
+        r'(?<=\n)(?= {4}LOG\(TRACE, Get\(0\)\.controller->GetRank\(\)\)\n {8}<< "Finalizing \w+, process set id)',
+        _NOT_AGREED,
+    ),
     (
         "horovod/common/process_set.cc",
         r" {6}InitializeRegisteredAndRemoveMarkedIfReady_\(context, status\);\n {6}if \(ProcessSetHasJust\w+\(\)\) \{",
         _GONE,
+    ),
+    # The connections of a process whose thread has ended stay open, so that the others wait for it until they time out.
+    (
+        "horovod/common/gloo/gloo_context.cc",
+        r"(?<=void GlooContext::Finalize\(\) \{\n) {2}if \(!enabled_\) \{\n {4}return;\n {2}\}\n",
+        "",
     ),
     # Processes that do not meet end in std::terminate; hvd.init() knows how to raise.
     (
@@ -81,7 +110,13 @@ RUN_REQUIREMENTS = ("cloudpickle", "numpy", "packaging", "psutil", "pyyaml", "cf
 BUILD_REQUIREMENTS = ("setuptools", "wheel", *RUN_REQUIREMENTS)
 TOOLS = {"cmake": "CMake 3.13 or newer", "c++": "a C++ compiler", "make": "make"}
 HOW_TO_GET_TOOLS = "Debian and Ubuntu: apt-get install build-essential cmake; CMake also comes with: pip install cmake"
-SMOKE_TEST = "import horovod.torch as hvd; assert hvd.gloo_built(); hvd.init(); assert hvd.size() == 1; hvd.shutdown()"
+SMOKE_TEST = f"""
+import horovod, horovod.torch as hvd
+assert horovod.collective_strategy_revision == {REVISION} and hvd.gloo_built() and hvd.mpi_built() >= {{mpi}}
+hvd.init()
+assert hvd.size() == 1
+hvd.shutdown()
+"""
 
 
 class InstallError(Exception):
@@ -98,14 +133,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     key = wheel_key(torch_version, options.fast, options.mpi)
     try:
         wheel = cached_wheel(options.wheel_dir / key)
-        if wheel is not None and smoke_test_passes(wheel):
+        if wheel is not None and is_installed(options.mpi):
             print(f"Horovod {VERSION} for torch {torch_version} is installed already.")
             return 0
         if wheel is None:
             wheel = build(options.wheel_dir / key, options)
         else:
             print(f"Using the wheel that was built before: {wheel}")
-        install(wheel)
+        install(wheel, options.mpi)
     except InstallError as error:
         return _fail(str(error))
     except subprocess.CalledProcessError as error:
@@ -208,24 +243,24 @@ def build(folder: Path, options: argparse.Namespace) -> Path:
         return partial.replace(folder / wheel.name)
 
 
-def install(wheel: Path) -> None:
+def install(wheel: Path, mpi: bool) -> None:
     """Installs the wheel and what it needs at run time, and starts it once."""
     _pip("install", "--quiet", *RUN_REQUIREMENTS)
     _pip("install", "--quiet", "--no-deps", "--force-reinstall", str(wheel))
+    tried = _smoke_test(mpi)
+    if tried.returncode:
+        raise InstallError(f"Horovod was installed, but does not start:\n{tried.stderr}")
+
+
+def is_installed(mpi: bool) -> bool:
+    """Whether a Horovod with these changes is installed and starts with this torch."""
+    return find_spec("horovod") is not None and _smoke_test(mpi).returncode == 0
+
+
+def _smoke_test(mpi: bool) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", SMOKE_TEST.format(mpi=mpi)]
     with tempfile.TemporaryDirectory() as elsewhere:  # where no folder named horovod can stand in for it
-        _run(sys.executable, "-c", SMOKE_TEST, cwd=elsewhere, env=_alone(os.environ))
-
-
-def smoke_test_passes(wheel: Path) -> bool:
-    """Whether the Horovod that is installed works with this torch and came from this wheel."""
-    try:
-        if version("horovod") != VERSION:
-            return False
-    except PackageNotFoundError:
-        return False
-    with tempfile.TemporaryDirectory() as elsewhere:
-        command = [sys.executable, "-c", SMOKE_TEST]
-        return subprocess.run(command, cwd=elsewhere, env=_alone(os.environ), capture_output=True).returncode == 0
+        return subprocess.run(command, cwd=elsewhere, env=_alone(os.environ), capture_output=True, text=True)
 
 
 def _alone(environment: Mapping[str, str]) -> dict[str, str]:

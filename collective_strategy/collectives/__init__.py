@@ -21,6 +21,7 @@ from collective_strategy.collectives.functions import (
     scatter_to_parallel_region,
 )
 from collective_strategy.collectives.handles import CompletedHandle, Handle
+from collective_strategy.collectives.horovod import HorovodCollective
 from collective_strategy.collectives.layout import MeshLayout, Partition
 from collective_strategy.collectives.operations import OPERATIONS, Operation, Pair, ReduceOp
 from collective_strategy.collectives.random_numbers import seed_ranks
@@ -45,6 +46,7 @@ __all__ = [
     "CompletedHandle",
     "EnvironmentConfigError",
     "Handle",
+    "HorovodCollective",
     "LaunchEnvironment",
     "MeshLayout",
     "Operation",

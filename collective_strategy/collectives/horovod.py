@@ -56,7 +56,6 @@ class HorovodCollective(Collective):
         self._runtime: HorovodRuntime | None = None
         self._prefix = ""
         self._operations: defaultdict[str, int] = defaultdict(int)  # started, by group; shared with the parts
-        self._left_with_error = False
 
     @property
     def capabilities(self) -> Capabilities:
@@ -68,7 +67,8 @@ class HorovodCollective(Collective):
         return torch.device("cpu")
 
     def __exit__(self, *exception: object) -> None:
-        self._left_with_error = exception[0] is not None
+        if exception[0] is not None and self.is_set_up:
+            self.abort(f"rank {self.rank} ended with {getattr(exception[0], '__name__', exception[0])}")
         self.teardown()
 
     # -- set-up --------------------------------------------------------------------------------------------------------
@@ -83,9 +83,9 @@ class HorovodCollective(Collective):
 
     def _close(self) -> None:
         runtime, self._runtime = self._runtime, None
-        if runtime is not None and (self._left_with_error or self.broken):
+        if runtime is not None and self.broken:
             # as at the end of this process: the others hear at once that they wait in vain
-            runtime.end(self.broken or "this rank left after an error")
+            runtime.end(self.broken)
 
     def _new_group(self, ranks: tuple[int, ...], partition: Partition, scope: str) -> Any:
         assert self._runtime is not None
@@ -97,26 +97,35 @@ class HorovodCollective(Collective):
                 f" {error}. Horovod makes a group with the help of all ranks; look at the output of the others."
             ) from error
 
-    # -- primitives ----------------------------------------------------------------------------------------------------
+    # -- primitives: flat, because Horovod compares also shapes of equal length, () and (1,) ---------------------------
 
     def _barrier(self) -> Handle:
         return self._all_reduce(torch.zeros(1), ReduceOp.SUM)
 
     def _all_reduce(self, x: Tensor, op: ReduceOp) -> Handle:
         hvd = self._horovod()
-        return self._start(x, hvd.allreduce_async_, op=getattr(hvd, _OPS[op]))
+        shape = x.shape
+        return self._start(
+            x.view(-1), hvd.allreduce_async_, op=getattr(hvd, _OPS[op]), finish=lambda reduced: reduced.view(shape)
+        )
 
     def _broadcast(self, x: Tensor, src: int) -> Handle:
-        return self._start(x, self._horovod().broadcast_async_, root_rank=self.ranks[src])
+        shape, root = x.shape, self.ranks[src]
+        start = self._horovod().broadcast_async_
+        return self._start(x.view(-1), start, root_rank=root, finish=lambda received: received.view(shape))
 
     def _all_gather(self, x: Tensor) -> Handle:
-        return self._start(x.unsqueeze(0), self._horovod().allgather_async)
+        shape = (self.world_size, *x.shape)
+        start = self._horovod().allgather_async
+        return self._start(x.view(1, x.numel()), start, finish=lambda gathered: gathered.view(shape))
 
     def _reduce_scatter(self, x: Tensor, op: ReduceOp) -> Handle:
         if op is not ReduceOp.SUM:  # Horovod's has the sum and its mean only
             return composed_reduce_scatter(self, x, op)
         hvd = self._horovod()
-        return self._start(x, hvd.reducescatter_async, op=hvd.Sum, finish=lambda rows: rows[0])
+        shape = x.shape[1:]
+        rows = x.view(self.world_size, shape.numel())
+        return self._start(rows, hvd.reducescatter_async, op=hvd.Sum, finish=lambda row: row.view(shape))
 
     def _all_to_all(self, x: Tensor, out: Sequence[int], into: Sequence[int]) -> Handle:
         if max(out) > _LARGEST_PIECE:

@@ -33,6 +33,7 @@ from collective_strategy.collectives.side_channel import SideChannel
 log = logging.getLogger("collective_strategy")
 INSTALL = "python -m collective_strategy.install_horovod"
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 2e-5, 1e-3
+_QUICK = 0.01  # seconds in which most operations are complete
 
 
 def require_horovod() -> None:
@@ -73,12 +74,14 @@ def wait_for(hvd: Any, handle: int, seconds: float) -> Any:
         TimeoutError: it is not complete after ``seconds``; it stays started.
         HorovodInternalError: another rank ended, or made another call under this name.
     """
-    deadline, pause = time.monotonic() + seconds, _SHORTEST_PAUSE
+    began, pause = time.monotonic(), _SHORTEST_PAUSE
     while not hvd.poll(handle):
-        if time.monotonic() > deadline:
+        waited = time.monotonic() - began
+        if waited > seconds:
             raise TimeoutError("timed out in Horovod: not all ranks have started this operation")
+        if waited > _QUICK:
+            pause = min(1.5 * pause, _LONGEST_PAUSE)
         time.sleep(pause)
-        pause = min(1.5 * pause, _LONGEST_PAUSE)
     try:
         return hvd.synchronize(handle)
     except RuntimeError as error:
@@ -112,8 +115,9 @@ class HorovodRuntime:
         """
         if os.getpid() != self.process:
             raise CollectiveStateError(
-                f"process {os.getpid()} was forked from process {self.process}, whose Horovod it cannot use. "
-                "Communicate in the process that called setup(), not in workers of a data loader."
+                f"process {os.getpid()} was forked from {self.process}, where Horovod runs, and has none itself; "
+                "it would wait for ever. Communicate in the process that called setup(), not in workers of a data "
+                "loader, and start further ranks by spawning, not by forking."
             )
 
     def end(self, reason: str) -> None:
@@ -154,8 +158,9 @@ def start_horovod(
     hvd = load_horovod()
     meeting = _Meeting(channel, environment, timeout)
     known = _process.runtime
-    if known is not None and (known.process != os.getpid() or known.ended):
-        known = None
+    if known is not None:
+        known.check_process()
+        known = None if known.ended else known
     foreign = known is None and hvd.is_initialized()
     places = meeting.exchange(
         "place",
@@ -270,6 +275,9 @@ def _initialise(hvd: Any, environment: LaunchEnvironment, meeting: _Meeting, nod
     address = _process.server and [_process.server.host, _process.server.port]
     server = meeting.exchange("server", address if environment.rank == 0 else None)[0] if meets_here else None
     variables = {} if environment.source == "horovod" else _variables(environment, nodes)
+    if "HOROVOD_CACHE_CAPACITY" not in os.environ:
+        # it is keyed by name, and our names do not come again: it would fill up, and warn of it
+        variables["HOROVOD_CACHE_CAPACITY"] = "0"
     lasting = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": server[0], "HOROVOD_GLOO_RENDEZVOUS_PORT": server[1]} if server else {}
     if environment.world_size > 2:
         variables["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"

@@ -103,10 +103,8 @@ def check_devices(launch: LaunchEnvironment, num_devices: int, num_nodes: int) -
     fits_node = launch.source != "horovod" or num_devices == launch.local_world_size
     if num_devices * num_nodes == launch.world_size and fits_node:
         return
-    size = {"slurm": "SLURM_NTASKS", "horovod": "HOROVOD_SIZE", "mpirun": "its world size"}.get(
-        launch.source, "WORLD_SIZE"
-    )
-    if not fits_node and launch.world_size % launch.local_world_size == 0:
+    size = {"slurm": "SLURM_NTASKS", "mpirun": "mpirun -np"}.get(launch.source, "WORLD_SIZE")
+    if launch.source == "horovod":
         num_nodes_here = launch.world_size // launch.local_world_size
         raise EnvironmentConfigError(
             f"The Trainer has devices={num_devices} and num_nodes={num_nodes}, but horovodrun started"

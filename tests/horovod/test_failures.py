@@ -113,14 +113,13 @@ def test_an_exception_on_one_rank_ends_the_wait_of_the_others(check):
         collective.barrier()
         if collective.rank == 1:
             raise ValueError("the loader failed")
+        began = time.monotonic()
         try:
             collective.all_reduce(1.0)
         finally:
-            collective.seconds = time.monotonic()
+            assert time.monotonic() - began < SOON
 
-    began = time.monotonic()
-    first, second = ranks(2, act, check=check)
-    assert time.monotonic() - began < 25
+    first, second = ranks(2, act, check=check, timeout=100)
     assert "the loader failed" in str(second.error)
     assert "all_reduce" in text_of(first)
 
@@ -241,10 +240,9 @@ def test_operations_that_one_rank_has_more_do_not_shift_the_others():
         model = collective["model"]
         if collective.rank < 2:
             model.all_reduce_(torch.ones(1))
-        with pytest.raises(ValueError, match="sizes"):
-            collective.all_to_all(torch.ones(3), sizes=[1, 1, 2, 3]) if collective.rank == 0 else collective.all_to_all(
-                torch.ones(3), sizes=[9, 9, 9, 9]
-            )
+        if collective.rank == 0:
+            with pytest.raises(ValueError, match="contiguous"):
+                collective.all_reduce_(torch.ones(2, 2).t()[:1])
         return collective.all_reduce(1.0).item()
 
     assert [outcome.result() for outcome in ranks(4, act, mesh=MESH, fresh=False)] == [4.0] * 4
