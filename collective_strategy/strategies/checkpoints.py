@@ -30,6 +30,7 @@ else:
     _TorchCheckpointIO = object
 
 log = logging.getLogger("collective_strategy")
+RANDOM_STATES = "collective_strategy.random_states"
 
 
 class AtomicCheckpointBehaviour(_TorchCheckpointIO):
@@ -72,6 +73,8 @@ class CheckpointBehaviour(ConstructionBehaviour):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """One ordinary file by rank 0, or with a model axis of more than one rank a directory by all."""
         if not self._model_axes.sizes:
+            if self.collective.mesh is not None:  # without one the file has Lightning's own keys only
+                checkpoint = {**checkpoint, RANDOM_STATES: self._all_random_states()}
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         if storage_options is not None:
@@ -102,6 +105,7 @@ class CheckpointBehaviour(ConstructionBehaviour):
         assert module is not None
         if not directory:
             whole = super().load_checkpoint(checkpoint_path, weights_only)
+            self._go_on_from(whole.pop(RANDOM_STATES, None), module.trainer)
             if self._model_axes.sizes:
                 self._whole = WholeCheckpoint(
                     str(checkpoint_path), module, self.collective, self._unmarked, module.strict_loading
@@ -143,6 +147,23 @@ class CheckpointBehaviour(ConstructionBehaviour):
         super().load_optimizer_state_dict(checkpoint)
 
     # -- random numbers ------------------------------------------------------------------------------------------------
+
+    def _all_random_states(self) -> dict[str, Any]:
+        """Those of all ranks on rank 0. After an error on some rank, or before set-up, none."""
+        mesh = dict(self.collective.mesh.axes) if self.collective.mesh is not None else {}
+        if self.collective.world_size == 1:
+            return {"mesh": mesh, "ranks": [random_states(self.root_device)]}
+        if not self._can_communicate("gathering random states for a checkpoint"):
+            return {"mesh": mesh, "ranks": []}
+        # a rank that is missing here is told what the others are at
+        self.collective.barrier("save_checkpoint")
+        return {"mesh": mesh, "ranks": self.collective.gather_object(random_states(self.root_device))}
+
+    def _go_on_from(self, states: dict[str, Any] | None, trainer: Any) -> None:
+        mesh = dict(self.collective.mesh.axes) if self.collective.mesh is not None else {}
+        fitting = trainer.state.fn == self.names.TrainerFn.FITTING
+        if fitting and states is not None and states["mesh"] == mesh and states["ranks"]:
+            self._resumed = ResumedRandomness(states["ranks"][self.collective.rank], self.root_device)
 
     def before_training_data(self) -> None:
         """The moment before the training data's iterator is made, which draws the workers' seed."""

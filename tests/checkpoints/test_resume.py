@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(240)
 MESH = {"data": 2, "model": 2}
 
 
-def noisy(path: str) -> dict[str, Any]:
+def noisy(path: str, mesh: dict[str, int]) -> dict[str, Any]:
     """Two epochs without and with a stop after the first."""
     torch.set_num_threads(1)
     straight, half, resumed = Meshed(noise=True), Meshed(noise=True), Meshed(noise=True)
@@ -30,7 +30,7 @@ def noisy(path: str) -> dict[str, Any]:
     ):
         for seed in (torch.manual_seed, random.seed, np.random.seed):
             seed(100 if source is None else 7)  # a new process stands elsewhere
-        fitted = trainer(MESH, epochs, callbacks=[Counting()], use_distributed_sampler=True)
+        fitted = trainer(mesh, epochs, callbacks=[Counting()], use_distributed_sampler=True)
         fitted.fit(module, ckpt_path=source)
         if name == "half":
             fitted.save_checkpoint(path)
@@ -52,7 +52,10 @@ def go_on(mesh: dict[str, int], source: str, target: str) -> dict[str, Any]:
 
 
 def on_four(_: Any, path: Path) -> dict[str, Any]:
-    results = noisy(f"{path}/noisy.ckpt")
+    results: dict[str, Any] = {
+        "directory": noisy(f"{path}/noisy.ckpt", MESH),
+        "file": noisy(f"{path}/noisy.file.ckpt", {"data": 4, "model": 1}),
+    }
     first = trainer(MESH, 1, callbacks=[Counting()])
     first.fit(Meshed())
     first.save_checkpoint(path / "half.ckpt")
@@ -102,12 +105,18 @@ def assert_equal(one: Any, other: Any, place: str = "") -> None:
         assert one == other, place
 
 
-def test_a_resumed_run_goes_on_exactly_as_the_uninterrupted_one(ranks: list[dict[str, Any]]) -> None:
-    """Weights, Adam's moments, learning rate, counters, a callback's state, every generator's next number."""
+@pytest.mark.parametrize("kind", ["directory", "file"])
+def test_a_resumed_run_goes_on_exactly_as_the_uninterrupted_one(ranks: list[dict[str, Any]], kind: str) -> None:
+    """Weights, Adam's moments, learning rate, counters, a callback's state, every generator's next number.
+
+    With a model axis of two (a directory), and with data ranks only (a file).
+    """
     for rank in ranks:
-        assert_equal(rank["resumed"], rank["straight"])
-        assert rank["resumed"]["counted"] == 2 * STEPS
-        assert not torch.equal(rank["half"]["torch"], rank["straight"]["torch"])  # numbers were drawn
+        straight, half, resumed = (rank[kind][name] for name in ("straight", "half", "resumed"))
+        assert_equal(resumed, straight)
+        assert resumed["counted"] == 2 * STEPS
+        assert not torch.equal(half["torch"], straight["torch"])  # numbers were drawn
+    assert not torch.equal(ranks[0][kind]["half"]["torch"], ranks[3][kind]["half"]["torch"])  # others by data rank
 
 
 @pytest.mark.parametrize("mesh", ["2x2", "1x4", "4x1", "1x2", "file"])

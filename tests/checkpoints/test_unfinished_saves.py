@@ -183,6 +183,17 @@ def test_a_rank_that_is_killed_while_it_writes_leaves_the_old_checkpoint(tmp_pat
     assert torch.equal(rows, torch.arange(1.0, 15).reshape(7, 2))
 
 
+def test_a_save_by_one_rank_only_ends_with_what_it_was(tmp_path: Path) -> None:
+    def by_one(collective: Collective) -> None:
+        if collective.rank == 0:
+            save(collective, str(tmp_path / "last.ckpt"))
+
+    outcomes = run_ranks(4, by_one, mesh=MESH, timeout=3)
+    assert "save_checkpoint" in str(outcomes[0].error)
+    assert "1" in str(outcomes[0].error)
+    assert os.listdir(tmp_path) == []
+
+
 class Marked(nn.Module):
     """One weight, marked and shaped as a case wants it."""
 
