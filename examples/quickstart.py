@@ -57,7 +57,8 @@ def contrastive_loss(points: Tensor, labels: Tensor, everyone: Tensor, all_label
 
     ``points`` are the rows of ``everyone`` from ``first`` on; a point is not its own neighbour.
     """
-    itself = torch.arange(first, first + len(points)).unsqueeze(1) == torch.arange(len(everyone))
+    rows = torch.arange(len(everyone), device=points.device)
+    itself = rows[first : first + len(points)].unsqueeze(1) == rows
     closeness = -(points.unsqueeze(1) - everyone).square().sum(dim=2)
     log_probability = closeness.masked_fill(itself, -torch.inf).log_softmax(dim=1)
     same_kind = (labels.unsqueeze(1) == all_labels) & ~itself
