@@ -91,8 +91,8 @@ def load_checkpoint(
 def saved_random_states(path: str | os.PathLike[str], collective: Collective) -> RandomStates | None:
     """The states of this rank's random number generators, None where the mesh is another one. Local."""
     saved = SavedCheckpoint(path)
-    mesh = {} if collective.mesh is None else dict(collective.mesh.axes)
-    if saved.manifest.world_size != collective.world_size or saved.manifest.mesh != mesh:
+    mesh = [] if collective.mesh is None else list(collective.mesh.axes.items())
+    if saved.manifest.world_size != collective.world_size or list(saved.manifest.mesh.items()) != mesh:
         return None
     states: RandomStates = saved.random()[collective.rank]
     return states
@@ -116,7 +116,9 @@ class Loading:
         self.here = dict(zip(axes.sizes, axes.here, strict=True))
         self.same_mesh = self.manifest.model_axes == axes.sizes
         # whose non-tensors count here
-        self.at: Coordinates = axes.here if self.same_mesh else next(iter(self.manifest.writers))
+        self.at: Coordinates = next(iter(self.manifest.writers))
+        if self.same_mesh:  # whose axes may stand in another order
+            self.at = tuple(self.here[axis] for axis in self.manifest.model_axes)
 
     def weights(self) -> dict[str, Any]:
         result: dict[str, Any] = {}

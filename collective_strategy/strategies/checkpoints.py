@@ -150,7 +150,7 @@ class CheckpointBehaviour(ConstructionBehaviour):
 
     def _all_random_states(self) -> dict[str, Any]:
         """Those of all ranks on rank 0. After an error on some rank, or before set-up, none."""
-        mesh = dict(self.collective.mesh.axes) if self.collective.mesh is not None else {}
+        mesh = self._mesh_as_saved()
         if self.collective.world_size == 1:
             return {"mesh": mesh, "ranks": [random_states(self.root_device)]}
         if not self._can_communicate("gathering random states for a checkpoint"):
@@ -159,8 +159,12 @@ class CheckpointBehaviour(ConstructionBehaviour):
         self.collective.barrier("save_checkpoint")
         return {"mesh": mesh, "ranks": self.collective.gather_object(random_states(self.root_device))}
 
+    def _mesh_as_saved(self) -> list[list[Any]]:
+        mesh = self.collective.mesh
+        return [] if mesh is None else [[axis, size] for axis, size in mesh.axes.items()]
+
     def _go_on_from(self, states: dict[str, Any] | None, trainer: Any) -> None:
-        mesh = dict(self.collective.mesh.axes) if self.collective.mesh is not None else {}
+        mesh = self._mesh_as_saved()
         fitting = trainer.state.fn == self.names.TrainerFn.FITTING
         if fitting and states is not None and states["mesh"] == mesh and states["ranks"]:
             self._resumed = ResumedRandomness(states["ranks"][self.collective.rank], self.root_device)

@@ -1,6 +1,7 @@
 """What four ranks save comes back, on the same mesh all of it, on another one what can be taken apart."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from collective_strategy.checkpoints import (
     load_checkpoint,
     save_checkpoint,
 )
+from collective_strategy.checkpoints.__main__ import main
 from collective_strategy.checkpoints.whole_files import WholeCheckpoint
 from collective_strategy.testing import run_ranks
 
@@ -146,6 +148,22 @@ def test_private_weights_and_states_that_cannot_be_cut_are_refused_by_name(saved
     loaded = load_checkpoint(f"{path}/adam", Pieces(), alone(), strict=False, optimizers=False)
     assert "head.weight" not in loaded["state_dict"]
     assert loaded["state_dict"]["rows.weight"].shape == (7, 2)
+
+
+def test_the_command_line_shows_and_consolidates(saved: Any, path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", f"{path}/adam"]) == 0
+    shown = capsys.readouterr().out
+    assert "4 ranks, mesh {'data': 2, 'model': 2}, 1 optimizers" in shown
+    assert "rows.weight  float32 [7, 2]  rank 0 [4, 2], rank 1 [3, 2]" in shown
+    assert "head.weight model=1  float32 [1, 2]  rank 1 [1, 2]" in shown
+    assert "again.weight  is common.weight" in shown
+    assert main(["consolidate", f"{path}/whole", f"{path}/one.ckpt"]) == 0
+    file = torch.load(f"{path}/one.ckpt")
+    assert torch.equal(file["state_dict"]["rows.weight"], whole(7, 2))
+    assert file["optimizer_states"][0]["state"][0]["step"] == 2
+    assert main(["consolidate", f"{path}/adam", f"{path}/none.ckpt"]) == 1
+    assert "is private to each model rank" in capsys.readouterr().err
+    assert not os.path.exists(f"{path}/none.ckpt")
 
 
 class Bare(nn.Module):

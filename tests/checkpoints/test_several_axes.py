@@ -26,7 +26,7 @@ class Grid(nn.Module):
         self.both = piece(half, 1, m, c)
         sharded(self.both, "weight", over="rows", dim=0)
         sharded(self.both, "weight", over="columns", dim=1)
-        self.joined = sharded(piece(whole(7, 2), 0, n * m, r * m + c), "weight", over="model", dim=0)
+        self.joined = sharded(piece(whole(7, 2), 0, n * m, collective["model"].rank), "weight", over="model", dim=0)
         self.one = shared(sharded(piece(whole(5), 0, n, r), "weight", over="rows", dim=0), over="columns")
         self.common = shared(piece(whole(3), 0, 1, 0), over=("rows", "columns"))
         if private:  # cut over one axis, its own on the other
@@ -101,6 +101,27 @@ def test_what_is_private_on_one_axis_may_be_cut_anew_on_the_other(tmp_path: Path
     one = SingleProcessCollective(mesh={**AXES, "rows": 1, "columns": 1}, unions=UNIONS).setup()
     with pytest.raises(CheckpointError, match=r"own\.weight is private to each model rank"):
         load_checkpoint(path, Grid(one, True), one)
+
+
+def test_the_axes_may_stand_in_another_order(tmp_path: Path) -> None:
+    """What is cut, what is private and what is no tensor goes to the same position, which is another rank now."""
+    path = f"{tmp_path}/last.ckpt"
+
+    def place(collective: Collective) -> list[int]:
+        return [collective["rows"].rank, collective["columns"].rank]
+
+    def save_place(collective: Collective) -> None:
+        module = Grid(collective, True)
+        save_checkpoint(path, {"state_dict": module.state_dict(), "place": place(collective)}, module, collective)
+
+    def load(collective: Collective) -> bool:
+        module = Grid(collective, True)
+        state = load_checkpoint(path, module, collective)
+        return same(state["state_dict"], module.state_dict()) and state["place"] == place(collective)
+
+    on_mesh(save_place)
+    outcomes = run_ranks(4, load, mesh={"columns": 2, "rows": 2, "data": 1}, unions=UNIONS, timeout=30)
+    assert [outcome.result() for outcome in outcomes] == [True] * 4
 
 
 def test_two_marks_that_cut_one_dim_do_not_say_which_comes_first(tmp_path: Path) -> None:
