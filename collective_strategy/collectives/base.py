@@ -6,8 +6,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, ClassVar, TypeVar
 
@@ -16,7 +15,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from collective_strategy.collectives.capabilities import Capabilities
-from collective_strategy.collectives.checks import Checker, CheckMode, Verify, check_enabled
+from collective_strategy.collectives.checks import Checker, CheckMode, check_enabled
 from collective_strategy.collectives.compiling import outside_graphs
 from collective_strategy.collectives.counters import Counters
 from collective_strategy.collectives.environment import LaunchEnvironment, read_environment
@@ -30,23 +29,13 @@ from collective_strategy.collectives.errors import (
 from collective_strategy.collectives.handles import Handle
 from collective_strategy.collectives.layout import NO_DEFAULT, MeshLayout, Partition
 from collective_strategy.collectives.operations import ReduceOp
+from collective_strategy.collectives.planned_call import Plan, outside_autocast
 from collective_strategy.collectives.side_channel import SideChannel
 from collective_strategy.collectives.watch import Monitor, Watch
 
 log = logging.getLogger("collective_strategy")
 T = TypeVar("T")
 DEFAULT_TIMEOUT = timedelta(minutes=30)
-
-
-@dataclass
-class Plan:
-    """A call whose arguments were accepted: what it says to the other ranks, and how it is carried out."""
-
-    run: Callable[[], Any]
-    call: str
-    details: str = ""
-    verify: Verify | None = None
-    nbytes: int = 0
 
 
 class CollectiveBase(ABC):
@@ -405,19 +394,8 @@ class CollectiveBase(ABC):
             checker, number = self._checker, self._calls
             self._guarded(lambda: checker.compare(number, planned.call, planned.details, planned.verify))
         self.counters.count(operation, planned.nbytes)
-        with self._exact():
+        with outside_autocast(self.device):
             return planned.run()
-
-    def _exact(self) -> AbstractContextManager[Any]:
-        """Outside autocast, which would change dtypes on the way (and refuses to join float64 tensors)."""
-        kinds = (kind for kind in {"cpu", self.device.type} if torch.amp.is_autocast_available(kind))
-        active = [kind for kind in kinds if torch.is_autocast_enabled(kind)]
-        if not active:
-            return nullcontext()
-        stack = ExitStack()
-        for kind in active:
-            stack.enter_context(torch.autocast(kind, enabled=False))
-        return stack
 
     def _require_usable(self, operation: str) -> None:
         if self._outside is not None:
@@ -479,7 +457,7 @@ class CollectiveBase(ABC):
         self._require_usable(f"backward of {name}")
         self._uncompared = f"backward of {name} (call {call})" if self._checker is not None else None
         try:
-            with self._named(f"backward of {name}"), self._exact():
+            with self._named(f"backward of {name}"), outside_autocast(self.device):
                 yield
         finally:
             self._uncompared = None
