@@ -143,6 +143,15 @@ class Collective(DataOperations, InPlaceOperations, ObjectOperations):
         self._require_usable("varying_rng")
         return varying(self)
 
+    def _generators(self) -> list[Any]:
+        """What draws random numbers on this rank, each with draw(), seed(number), state() and restore(state)."""
+        from collective_strategy.collectives.random_numbers import CPUGenerator, DeviceGenerator
+
+        kind = self.device.type
+        module = None if kind == "cpu" else getattr(torch, kind, None)
+        has_own = hasattr(module, "get_rng_state") and hasattr(module, "manual_seed")
+        return [CPUGenerator(), *([DeviceGenerator(module)] if has_own else [])]
+
     # -- groups --------------------------------------------------------------------------------------------------------
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> Self:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from collective_strategy.collectives.collective import Collective
 
@@ -36,6 +37,8 @@ def seed_ranks(collective: Collective, seed: int | None = None) -> None:
         of_torch = of_python = of_numpy = seed
     place = collective.data.rank
     torch.manual_seed(_mixed(of_torch, place))
+    for generator in collective._generators():
+        generator.seed(_mixed(of_torch, place))
     random.seed(_mixed(of_python, place))
     if numpy is not None:
         numpy.random.seed(_mixed(of_numpy, place) % 2**32)
@@ -48,21 +51,50 @@ def varying(collective: Collective) -> Iterator[None]:
     The generators inside are seeded with a number drawn outside and the rank. Nothing else is kept, so that whoever
     puts the outer generator back (activation checkpointing, a resumed run) gets the same numbers inside as well.
     """
-    kind = collective.device.type
-    module = None if kind == "cpu" else getattr(torch, kind, None)
-    device: Any = module if hasattr(module, "get_rng_state") and hasattr(module, "manual_seed") else None
-    seed = _mixed(_draw(), collective.rank)
-    before = torch.default_generator.get_state()
-    before_on_device = None if device is None else device.get_rng_state()
-    torch.default_generator.manual_seed(seed)
-    if device is not None:
-        device.manual_seed(seed)
+    generators = collective._generators()
+    seed = _mixed(generators[0].draw(), collective.rank)
+    before = [generator.state() for generator in generators]
+    for generator in generators:
+        generator.seed(seed)
     try:
         yield
     finally:
-        torch.default_generator.set_state(before)
-        if device is not None:
-            device.set_rng_state(before_on_device)
+        for generator, state in zip(generators, before, strict=True):
+            generator.restore(state)
+
+
+class CPUGenerator:
+    """Torch's default generator."""
+
+    def draw(self) -> int:
+        """A number, after which the generator goes on."""
+        return _draw()
+
+    def seed(self, seed: int) -> None:
+        torch.default_generator.manual_seed(seed)
+
+    def state(self) -> Tensor:
+        return torch.default_generator.get_state()
+
+    def restore(self, state: Tensor) -> None:
+        torch.default_generator.set_state(state)
+
+
+class DeviceGenerator:
+    """That of a device with a module like `torch.cuda`."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def seed(self, seed: int) -> None:
+        self._module.manual_seed(seed)
+
+    def state(self) -> Tensor:
+        state: Tensor = self._module.get_rng_state()
+        return state
+
+    def restore(self, state: Tensor) -> None:
+        self._module.set_rng_state(state)
 
 
 def _draw() -> int:

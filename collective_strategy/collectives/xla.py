@@ -19,6 +19,7 @@ from collective_strategy.collectives.rendezvous import join
 from collective_strategy.collectives.side_channel import SideChannel
 from collective_strategy.collectives.xla_runtime import (
     Replica,
+    XLAGenerator,
     import_xla,
     join_launcher,
     refuse_other_size,
@@ -100,6 +101,9 @@ class XLACollective(Collective):
         return self._root.world_size
 
     # -- primitives ----------------------------------------------------------------------------------------------------
+
+    def _generators(self) -> list[Any]:
+        return [XLAGenerator()]  # not the CPU's: replicas may be threads of one process, which share it
 
     def _barrier(self) -> Handle:
         def meet() -> Tensor:

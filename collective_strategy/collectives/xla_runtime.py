@@ -179,3 +179,23 @@ def refuse_other_size(environment: LaunchEnvironment, replica: Replica) -> None:
 
 def _local_processes() -> int:
     return int(os.environ.get("PJRT_LOCAL_PROCESS_COUNT", "1"))
+
+
+class XLAGenerator:
+    """Random numbers of this replica's XLA device, whose state is a number; `torch.manual_seed` leaves it."""
+
+    def draw(self) -> int:
+        """A number, after which the generator goes on: by a linear congruential step (Knuth's MMIX)."""
+        state = self.state()
+        self.restore((state * 6364136223846793005 + 1442695040888963407) % (1 << 31))
+        return state
+
+    def seed(self, seed: int) -> None:
+        self.restore(seed % (1 << 31))
+
+    def state(self) -> int:
+        state: int = import_xla()[1].get_rng_state()
+        return state
+
+    def restore(self, state: int) -> None:
+        import_xla()[1].set_rng_state(state)

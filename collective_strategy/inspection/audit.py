@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from collective_strategy.collectives.base import Plan
 from collective_strategy.collectives.collective import Collective
 from collective_strategy.gradients.inventory import Communicators
 from collective_strategy.inspection.audit_report import AuditReport, Evidence, Gradients, Values
@@ -74,7 +75,7 @@ class _Subject:
 
 
 class Audit:
-    """An audit batch by batch, for loops that get their batches one by one. See `audit`.
+    """An audit batch by batch, for loops that get their batches one by one. Made by all ranks. See `audit`.
 
     Example:
         >>> running = Audit(model, collective)
@@ -83,11 +84,16 @@ class Audit:
     """
 
     def __init__(self, module: nn.Module, collective: Collective, unmarked: UnmarkedPolicy = "private") -> None:
-        collective._require_usable("audit")
         self._module, self._collective = module, collective
         self.batches = 0
+        collective._require_usable("audit")
         communicators = Communicators(collective)
-        roles = communicators.roles(module, unmarked)
+
+        def plan() -> Plan:
+            roles = communicators.roles(module, unmarked)  # if this rank refuses, the others hear of it
+            return Plan(lambda: roles, "audit()")
+
+        roles: dict[str, Role] = collective._run("audit", plan)
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad and name in roles]
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]

@@ -99,7 +99,7 @@ class InspectionBehaviour(CommunicationBehaviour):
         return running.report()
 
     def start_audit(self) -> Audit:
-        """An audit of the module, for `observe`. Local."""
+        """An audit of the module, for `observe`. Called by all ranks."""
         return Audit(self._inspected("audit"), self.collective, self._unmarked)
 
     def observe(self, running: Audit, batch: Any, batch_idx: int) -> None:

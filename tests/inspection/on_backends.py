@@ -43,14 +43,22 @@ def tools_on_a_rank(collective: Collective) -> dict[str, Any]:
 
     said["found"] = sorted((f.kind, f.name) for f in audit(wrong, collective, step).findings)
     seed_ranks(collective, 5)
-    said["drawn"] = torch.rand(1).item()
+    ones = torch.ones(64, device=device)
+    said["drawn"] = torch.rand(1, device=device).item()
+    said["mask"] = nn.functional.dropout(ones).tolist()
+    with collective["model"].varying_rng():
+        said["own mask"] = nn.functional.dropout(ones).tolist()
+    said["mask after"] = nn.functional.dropout(ones).tolist()
     return said
 
 
 def check(ranks: list[dict[str, Any]]) -> None:
     """Compares with what can be said without ranks."""
-    drawn = [rank.pop("drawn") for rank in ranks]
-    assert drawn[0] == drawn[1] != drawn[2] == drawn[3]
+    for kind, right in {"drawn": [0, 0, 2, 2], "mask": [0, 0, 2, 2], "own mask": [0, 1, 2, 3]}.items():
+        drawn = [rank.pop(kind) for rank in ranks]
+        assert [drawn.index(value) for value in drawn] == right, kind
+    after = [rank.pop("mask after") for rank in ranks]
+    assert after[0] == after[1] != after[2] == after[3]
     message = "norm.weight differs over axes data, model: rank 3 from ranks 0, 1, 2 by at most 0.5 in 1 of 6 elements"
     expected = {
         "equal": True,

@@ -419,6 +419,17 @@ def test_wrong_uses_are_refused():
     ]
 
 
+def test_a_mark_that_is_wrong_on_one_rank_is_refused_on_all():
+    def check(collective):
+        model = shared(layer(), over="modle" if collective.rank == 0 else "model")
+        audit(model, collective, lambda number: model(batch(number)).sum())
+
+    first, second = (outcome.error for outcome in run_ranks(2, check, mesh=MODEL_2, timeout=30, check=True))
+    assert isinstance(first, ValueError)
+    assert "rank 0" in str(second)
+    assert "the mesh has no model axis 'modle'" in str(second)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64])
 def test_other_dtypes_and_sparse_gradients(dtype):
     def check(collective):
