@@ -33,7 +33,7 @@ from collective_strategy.collectives.side_channel import SideChannel
 log = logging.getLogger("collective_strategy")
 INSTALL = "python -m collective_strategy.install_horovod"
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 2e-5, 1e-3
-_QUICK = 0.01  # seconds in which most operations are complete
+_EAGER = 0.005  # seconds in which most operations are complete
 
 
 def require_horovod() -> None:
@@ -79,9 +79,11 @@ def wait_for(hvd: Any, handle: int, seconds: float) -> Any:
         waited = time.monotonic() - began
         if waited > seconds:
             raise TimeoutError("timed out in Horovod: not all ranks have started this operation")
-        if waited > _QUICK:
+        if waited < _EAGER:
+            os.sched_yield()
+        else:
+            time.sleep(pause)
             pause = min(1.5 * pause, _LONGEST_PAUSE)
-        time.sleep(pause)
     try:
         return hvd.synchronize(handle)
     except RuntimeError as error:
