@@ -117,7 +117,7 @@ class Explanation:
             return "No gradient is sent."
         return (
             f"Per backward each rank takes part in {buckets} all-reduce{'' if buckets == '1' else 's'} of gradients, "
-            f"{nbytes} bytes together, and in a small one of flags per group."
+            f"{nbytes} bytes together; flags that say who used which weight travel along."
         )
 
     def row(self, name: str) -> ExplainedTensor:

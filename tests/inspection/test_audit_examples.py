@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from collective_strategy import GradientReducer, SharedModule, audit, shared
+from collective_strategy import GradientReducer, SharedModule, audit, shared, unmark
 from collective_strategy.testing import run_ranks
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
@@ -61,7 +61,7 @@ def build(example, axis):
 
 
 def outcomes(function, **options):
-    ranks = run_ranks(2, function, mesh={"data": 1, "model": 2}, timeout=30, **options)
+    ranks = run_ranks(2, function, mesh={"data": 1, "model": 2}, timeout=80, **options)
     results = [outcome.result() for outcome in ranks]
     assert results[0] == results[1]
     return results[0]
@@ -84,6 +84,34 @@ def test_no_false_alarm_fresh_and_after_five_steps(example):
 
     # Lightning, which this one imports, changes the process
     assert outcomes(check, fresh=example == "image_restoration") == [(True, "", True)] * 2
+
+
+def test_groups_inside_groups_raise_no_alarm_and_a_sum_of_whole_gradients_is_found():
+    """Readers and lanes, whose union is the model: the features of the points meet the whole field on every rank."""
+
+    def check(collective):
+        module = load("reader_groups")
+        torch.manual_seed(0)
+        network = module.Network().double()
+        waves = module.Waves(16)
+
+        def loss(number):
+            fields = torch.stack([waves[2 * number], waves[2 * number + 1]])
+            return module.error(network.parallel(fields[:, 0], collective["model"]), fields)
+
+        shared(network, over="model", exclude=["trainable"])
+        shared(network, "trainable", over="model", grad="mean")
+        right = audit(network, collective, loss)
+        unmark(network)
+        shared(network, over="reader")
+        wrong = audit(network, collective, loss)
+        return right.ok, sorted({(f.kind, f.axis) for f in wrong.mistakes}), {f.name for f in wrong.mistakes}
+
+    options = {"mesh": {"data": 1, "reader": 2, "lane": 2}, "unions": {"model": ("reader", "lane")}, "fresh": True}
+    for right, kinds, names in [o.result() for o in run_ranks(4, check, timeout=60, **options)]:
+        assert right
+        assert kinds == [("forgotten mark", "lane"), ("reduced twice", "reader")]
+        assert {"trainable", "embed.weight", "decode.0.bias"} <= names
 
 
 def test_mistakes_in_the_examples_are_found():
