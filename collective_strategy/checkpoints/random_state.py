@@ -7,27 +7,30 @@ import sys
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from collective_strategy.collectives.collective import Collective
+from collective_strategy.collectives.random_numbers import CPUGenerator
 
 RandomStates = dict[str, Any]
 
 
-def random_states(device: torch.device) -> RandomStates:
-    """Those of Python, NumPy (if it is loaded), torch's CPU generator and that of ``device``. Local.
+def random_states(collective: Collective) -> RandomStates:
+    """Those of Python, NumPy (if it is loaded), torch's CPU generator and that of the collective's device. Local.
 
     Only types that `torch.load` reads with ``weights_only=True``.
     """
-    states: RandomStates = {"python": _listed(random.getstate()), "torch": torch.get_rng_state()}
+    version, keys, gauss = random.getstate()
+    states: RandomStates = {"python": [version, list(keys), gauss], "torch": torch.get_rng_state()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        name, keys, *rest = numpy.random.get_state(legacy=True)
-        states["numpy"] = [str(name), [int(key) for key in keys], *(float(number) for number in rest)]
-    module = _device_module(device)
-    if module is not None:
-        states[device.type] = module.get_rng_state(device)
+        name, words, *rest = numpy.random.get_state(legacy=True)
+        states["numpy"] = [str(name), [int(word) for word in words], *(float(number) for number in rest)]
+    states["device"] = [_on_cpu(generator.state()) for generator in _of_device(collective)]
     return states
 
 
-def set_random_states(states: RandomStates, device: torch.device) -> None:
+def set_random_states(states: RandomStates, collective: Collective) -> None:
     """Puts them back. Local; what is not there stays as it is."""
     version, keys, gauss = states["python"]
     random.setstate((version, tuple(keys), gauss))
@@ -35,20 +38,15 @@ def set_random_states(states: RandomStates, device: torch.device) -> None:
     if "numpy" in states and "numpy" in sys.modules:
         import numpy as np
 
-        name, values, position, has_gauss, cached = states["numpy"]
-        np.random.set_state((name, np.array(values, dtype=np.uint32), int(position), int(has_gauss), cached))
-    module = _device_module(device)
-    if module is not None and device.type in states:
-        module.set_rng_state(states[device.type], device)
+        name, words, position, has_gauss, cached = states["numpy"]
+        np.random.set_state((name, np.array(words, dtype=np.uint32), int(position), int(has_gauss), cached))
+    for generator, state in zip(_of_device(collective), states["device"], strict=False):
+        generator.restore(state)
 
 
-def _listed(state: tuple[Any, ...]) -> list[Any]:
-    version, keys, gauss = state
-    return [version, list(keys), gauss]
+def _of_device(collective: Collective) -> list[Any]:
+    return [generator for generator in collective._generators() if not isinstance(generator, CPUGenerator)]
 
 
-def _device_module(device: torch.device) -> Any | None:
-    if device.type == "cpu":
-        return None
-    module = getattr(torch, device.type, None)
-    return module if hasattr(module, "get_rng_state") and hasattr(module, "set_rng_state") else None
+def _on_cpu(state: Any) -> Any:
+    return state.cpu() if isinstance(state, Tensor) else state

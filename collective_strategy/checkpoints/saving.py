@@ -80,7 +80,7 @@ def save_checkpoint(
 
     content = together(collective, what, lambda: prepare(checkpoint, module, optimizers, communicators, unmarked, axes))
     gathered = gather_over_model(collective, axes, (content.entries, content.following_keys))
-    random = collective.gather_object(random_states(collective.device), dst=0)
+    random = collective.gather_object(random_states(collective), dst=0)
 
     def begin() -> Saving | None:
         content.wholes = put_together({at: entries for at, (entries, _) in gathered.items()}, axes)

@@ -3,8 +3,6 @@
 import logging
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from collective_strategy.checkpoints import (
     CheckpointError,
     is_checkpoint,
@@ -20,6 +18,7 @@ from collective_strategy.checkpoints.random_state import RandomStates, random_st
 from collective_strategy.checkpoints.saving import PARAMETERS
 from collective_strategy.checkpoints.storage import replacing
 from collective_strategy.checkpoints.whole_files import WholeCheckpoint
+from collective_strategy.collectives.collective import Collective
 from collective_strategy.gradients.inventory import Communicators
 from collective_strategy.sharing.roles import UnmarkedPolicy
 from collective_strategy.strategies.construction import ConstructionBehaviour
@@ -131,7 +130,7 @@ class CheckpointBehaviour(ConstructionBehaviour):
                     " not restored: what is drawn from now on differs from a run that was not interrupted."
                 )
             else:
-                self._resumed = ResumedRandomness(states, self.root_device)
+                self._resumed = ResumedRandomness(states, self.collective)
         return checkpoint
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
@@ -152,12 +151,12 @@ class CheckpointBehaviour(ConstructionBehaviour):
         """Those of all ranks on rank 0. After an error on some rank, or before set-up, none."""
         mesh = self._mesh_as_saved()
         if self.collective.world_size == 1:
-            return {"mesh": mesh, "ranks": [random_states(self.root_device)]}
+            return {"mesh": mesh, "ranks": [random_states(self.collective)]}
         if not self._can_communicate("gathering random states for a checkpoint"):
             return {"mesh": mesh, "ranks": []}
         # a rank that is missing here is told what the others are at
         self.collective.barrier("save_checkpoint")
-        return {"mesh": mesh, "ranks": self.collective.gather_object(random_states(self.root_device))}
+        return {"mesh": mesh, "ranks": self.collective.gather_object(random_states(self.collective))}
 
     def _mesh_as_saved(self) -> list[list[Any]]:
         mesh = self.collective.mesh
@@ -167,7 +166,7 @@ class CheckpointBehaviour(ConstructionBehaviour):
         mesh = self._mesh_as_saved()
         fitting = trainer.state.fn == self.names.TrainerFn.FITTING
         if fitting and states is not None and states["mesh"] == mesh and states["ranks"]:
-            self._resumed = ResumedRandomness(states["ranks"][self.collective.rank], self.root_device)
+            self._resumed = ResumedRandomness(states["ranks"][self.collective.rank], self.collective)
 
     def before_training_data(self) -> None:
         """The moment before the training data's iterator is made, which draws the workers' seed."""
@@ -219,15 +218,15 @@ class ResumedRandomness:
     the uninterrupted run had its iterator already.
     """
 
-    def __init__(self, states: RandomStates, device: torch.device) -> None:
+    def __init__(self, states: RandomStates, collective: Collective) -> None:
         self._saved = self._after_iterator = states
-        self._device = device
+        self._collective = collective
 
     def restore(self) -> None:
-        set_random_states(self._saved, self._device)
+        set_random_states(self._saved, self._collective)
 
     def note(self) -> None:
-        self._after_iterator = random_states(self._device)
+        self._after_iterator = random_states(self._collective)
 
     def go_on(self, amid_epoch: bool) -> None:
-        set_random_states(self._saved if amid_epoch else self._after_iterator, self._device)
+        set_random_states(self._saved if amid_epoch else self._after_iterator, self._collective)
