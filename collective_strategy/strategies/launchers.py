@@ -9,7 +9,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 
@@ -42,8 +42,11 @@ class ScriptLauncherBehaviour(_SubprocessScriptLauncher):
         self.failed = False
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any | None = None, **kwargs: Any) -> Any:
-        if int(os.environ.get(_LAUNCHER_PID, "-1")) == os.getppid():
-            threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+        launcher = int(os.environ.get(_LAUNCHER_PID, "0"))
+        if launcher == os.getppid():
+            threading.Thread(target=_end_with_parent, args=(launcher,), daemon=True).start()
+        elif launcher and not _is_alive(launcher):  # it was killed while this process was importing
+            _end_as_orphan()
         return super().launch(function, *args, trainer=trainer, **kwargs)
 
     def _call_children_scripts(self) -> None:
@@ -107,8 +110,22 @@ def _end_with_parent(parent: int) -> None:
     """Ends this launched process when the one that launched it was killed; one that ends by itself waits for us."""
     while os.getppid() == parent:
         time.sleep(1.0)
+    _end_as_orphan()
+
+
+def _end_as_orphan() -> NoReturn:
     print("collective_strategy: the launching process is gone; this rank ends.", file=sys.stderr, flush=True)
     os._exit(1)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 class ProcessLauncherBehaviour(_MultiProcessingLauncher):

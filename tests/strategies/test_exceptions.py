@@ -2,11 +2,13 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import Ended, run
+from launching import Ended, clean_environment, free_port, run
 
 # the first test of a module waits for the jobs that all of them look at
 pytestmark = pytest.mark.timeout(300)
@@ -80,3 +82,26 @@ def test_a_launched_job_fails_as_a_whole(place: str, rank: int, launcher: str, t
     # the time-out is also the one for meeting, and launched ranks import everything first
     env = {"RAISING_TIMEOUT": str(LAUNCHED_TIMEOUT)}
     _ended_with_boom(run("raising.py", place, str(rank), str(tmp_path), launcher=launcher, env=env, timeout=90))
+
+
+def test_a_rank_whose_launcher_was_killed_while_it_was_importing_ends(tmp_path):
+    """Its parent is another process by then, so it cannot wait for the end of that one."""
+    launcher = subprocess.Popen([sys.executable, "-c", ""])
+    launcher.wait()
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import lightning as L\n"
+        "from lightning.pytorch.demos.boring_classes import BoringModel\n"
+        "from collective_strategy import CollectiveStrategy\n"
+        "trainer = L.Trainer(accelerator='cpu', devices=2, max_steps=1, logger=False, enable_progress_bar=False,\n"
+        "                    enable_checkpointing=False, strategy=CollectiveStrategy(timeout=60))\n"
+        "trainer.fit(BoringModel())\n"
+    )
+    place = {"RANK": "1", "LOCAL_RANK": "1", "NODE_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    environment = clean_environment(**place, **meeting, COLLECTIVE_STRATEGY_LAUNCHER_PID=str(launcher.pid))
+    orphan = subprocess.run(
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert orphan.returncode == 1
+    assert "the launching process is gone; this rank ends" in orphan.stderr
