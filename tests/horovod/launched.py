@@ -10,7 +10,7 @@ from launching import Ended, clean_environment, commands, free_port, run_command
 
 SCRIPTS = Path(__file__).parent / "scripts"
 BIN = Path(sys.executable).parent
-LAUNCHERS = ("self", "horovodrun", "horovod.run", "mpirun", "torchrun", "variables")
+LAUNCHERS = ("self", "horovodrun", "horovod.run", "mpirun", "torchrun")
 # as root, and with more processes than cores
 _MPI = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
 
