@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from launched import LAUNCHERS, clean_environment, free_port, launch
+from horovod_jobs import LAUNCHERS, clean_environment, free_port, launch
 
 from collective_strategy.collectives import EnvironmentConfigError, read_environment
 from collective_strategy.strategies.environments import check_devices
