@@ -15,7 +15,7 @@ TIMEOUT = 4
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("failing")
-    ended = run("failing.py", str(out), timeout=90)
+    ended = run("failing.py", str(out), timeout=240)
     assert ended.codes == [0], ended.output
     return json.loads((out / "rank0.json").read_text())
 

@@ -46,7 +46,7 @@ def output_of_script(name, processes):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     command = [sys.executable, *(launcher if processes > 1 else []), str(EXAMPLES / f"{name}.py")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     return finished.stdout
 
@@ -55,7 +55,7 @@ def run_script(name, *arguments, directory):
     """What the example prints when it starts its processes by itself; its files go to the directory."""
     command = [sys.executable, str(EXAMPLES / f"{name}.py"), *arguments]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    finished = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=110)
+    finished = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=240)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     return finished.stdout
 

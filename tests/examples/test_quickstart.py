@@ -15,7 +15,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 def run(script, *arguments, directory):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, str(script), *arguments]
-    return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=110)
+    return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=240)
 
 
 @pytest.mark.parametrize("devices", [1, 2])

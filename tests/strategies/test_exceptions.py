@@ -81,7 +81,7 @@ def test_a_launched_job_fails_as_a_whole(place: str, rank: int, launcher: str, t
     """The launching process reports the failure of the ranks it launched, and leaves none behind."""
     # the time-out is also the one for meeting, and launched ranks import everything first
     env = {"RAISING_TIMEOUT": str(LAUNCHED_TIMEOUT)}
-    _ended_with_boom(run("raising.py", place, str(rank), str(tmp_path), launcher=launcher, env=env, timeout=90))
+    _ended_with_boom(run("raising.py", place, str(rank), str(tmp_path), launcher=launcher, env=env, timeout=240))
 
 
 def test_a_rank_whose_launcher_was_killed_while_it_was_importing_ends(tmp_path):
@@ -101,7 +101,7 @@ def test_a_rank_whose_launcher_was_killed_while_it_was_importing_ends(tmp_path):
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     environment = clean_environment(**place, **meeting, COLLECTIVE_STRATEGY_LAUNCHER_PID=str(launcher.pid))
     orphan = subprocess.run(
-        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=240, check=False
     )
     assert orphan.returncode == 1
     assert "the launching process is gone; this rank ends" in orphan.stderr

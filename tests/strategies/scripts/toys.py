@@ -133,7 +133,7 @@ def trainer(n: int = 2, strategy: Any = None, **kwargs: Any) -> L.Trainer:
     settings: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": n,
-        "strategy": CollectiveStrategy(timeout=20) if strategy is None else strategy,
+        "strategy": CollectiveStrategy(timeout=60) if strategy is None else strategy,
         "max_epochs": 1,
         "logger": False,
         "enable_checkpointing": False,
