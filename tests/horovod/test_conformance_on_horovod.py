@@ -6,6 +6,7 @@ import pytest
 
 from collective_strategy.testing import close_pools
 from collective_strategy.testing.conformance import CollectiveConformance
+from collective_strategy.testing.conformance.suite import templates
 
 
 class OnHorovod(CollectiveConformance):
@@ -22,5 +23,11 @@ class TestTwoRanks(OnHorovod):
     world_sizes = (2,)
 
 
+class TestGroupsOfFourRanks(OnHorovod):
+    world_sizes = (4,)
+    names = tuple(template.name for template in templates() if template.module.endswith((".groups", ".meaning")))
+
+
+@pytest.mark.extended
 class TestFourRanks(OnHorovod):
     world_sizes = (4,)

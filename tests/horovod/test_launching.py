@@ -36,7 +36,10 @@ def _same_weights(parity: list[dict[str, Any]]) -> None:
     assert parity[0] == parity[1]
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize(
+    "launcher",
+    [pytest.param(name, marks=pytest.mark.extended if name in ("horovod.run", "mpirun") else ()) for name in LAUNCHERS],
+)
 def test_the_weights_are_those_of_torch_distributed(launcher: str, tmp_path: Path) -> None:
     """Accumulation with an open window, clipping, AdamW, batch norm, dropout, metrics; nothing but the name differs."""
     ended = launch("parity.py", str(tmp_path), "2", "accumulated and clipped", launcher=launcher, out=tmp_path)

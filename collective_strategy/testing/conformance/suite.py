@@ -156,12 +156,13 @@ class CollectiveConformance:
 
     backend: ClassVar[str | type[Collective]]
     world_sizes: ClassVar[Sequence[int]] = WORLD_SIZES
+    names: ClassVar[Sequence[str] | None] = None  # only these checks
     settings: ClassVar[Mapping[str, Any]] = {}
 
     def pytest_generate_tests(self, metafunc: Any) -> None:
         """Makes one test per check."""
         if "conformance_check" in metafunc.fixturenames:
-            checks = suite(self.backend, world_sizes=self.world_sizes, **self.settings)
+            checks = suite(self.backend, world_sizes=self.world_sizes, names=self.names, **self.settings)
             metafunc.parametrize("conformance_check", checks, ids=str)
 
     def test_conformance(self, conformance_check: Check) -> None:
