@@ -22,10 +22,13 @@ class Partition:
         """All groups, for backends that need the full partition. Its cost grows with the number of ranks."""
         if self.layout is None:
             return self.explicit
-        seen: dict[tuple[int, ...], None] = {}
+        groups: list[tuple[int, ...]] = []
+        placed: set[int] = set()
         for rank in range(self.layout.world_size):
-            seen.setdefault(self.layout.members(self.axes, rank), None)
-        return tuple(seen)
+            if rank not in placed:
+                groups.append(self.layout.members(self.axes, rank))
+                placed.update(groups[-1])
+        return tuple(groups)
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-_KNOWN = frozenset({"gloo", "nccl", "xccl", "ucc", "mpi"})
+_KNOWN = frozenset({"gloo", "nccl", "xccl", "ucc", "mpi", "fake"})
 
 
 def _libraries(backends: str) -> set[str]:

@@ -17,7 +17,7 @@ MESH = {"data": 2, "model": 2}
 
 
 def ranks(function, n=4, mesh=None, **options):
-    return [o.result() for o in run_ranks(n, function, mesh=mesh or MESH, timeout=30, **options)]
+    return [o.result() for o in run_ranks(n, function, mesh=mesh or MESH, timeout=90, **options)]
 
 
 def draws():

@@ -89,7 +89,7 @@ def test_an_entry_point_of_another_package_is_found_and_loaded_on_use(tmp_path: 
     """
     path = [str(tmp_path), *sys.path]
     code = f"import sys; sys.path[:0] = {path!r}\n" + textwrap.dedent(script)
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=200)
 
 
 def test_abstract_classes_cannot_be_constructed() -> None:

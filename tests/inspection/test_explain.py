@@ -49,8 +49,9 @@ def explained():
     def build(collective):
         model = Model(collective["model"].rank)
         here, everywhere = explain(model, collective), explain(model, collective, all_ranks=True)
-        rich = pytest.importorskip("rich.console")
-        console = rich.Console(width=200, record=True)
+        from rich.console import Console
+
+        console = Console(width=200, record=True)
         with console.capture() as captured:
             console.print(everywhere)
         return here, everywhere, captured.get()
