@@ -26,9 +26,11 @@ class Folder:
         self.path = path
 
     def join(self, name: str) -> Folder:
+        """The directory of this name inside."""
         return type(self)(f"{self.path}/{name}")
 
     def make(self) -> None:
+        """Creates the directory and those above it, unless they are there."""
         raise NotImplementedError
 
     def write(self, name: str, data: Any) -> int:

@@ -121,6 +121,7 @@ class Loading:
             self.at = tuple(self.here[axis] for axis in self.manifest.model_axes)
 
     def weights(self) -> dict[str, Any]:
+        """This rank's state dict: its pieces of what was saved, tied names included."""
         result: dict[str, Any] = {}
         for name, wholes in self.manifest.weights.items():
             found = self._found(name, wholes)
@@ -132,6 +133,7 @@ class Loading:
         return {**result, **self.saved.state(self.at, self.weights_only)["objects"]}
 
     def rest(self) -> dict[str, Any]:
+        """What is neither weight nor optimizer state; on another mesh, what cannot be cut anew is refused by name."""
         own: dict[str, Any] = dict(self.saved.state(self.at, self.weights_only)["checkpoint"])
         if not self.same_mesh:
             for key, value in own.items():

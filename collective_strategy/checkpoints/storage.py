@@ -82,6 +82,7 @@ class Saving:
         return self._root.join(self._name).path
 
     def begin(self) -> None:
+        """Makes the directory that the ranks write to; nothing refers to it yet."""
         self._root.join(self._name).make()
 
     def commit(self) -> None:

@@ -175,15 +175,14 @@ class BackwardRun:
         Args:
             header: Asked when all that goes out in buckets is taken out of the parameters' gradients.
         """
+        buckets = self.plan.buckets
         if self.divided:
             self.abandon()
-            flags = Flags(self._inventory, self._communicators, self.fired, header(), [])
-            flags.send_rest()
-            return flags
-        while self._filled < len(self.plan.buckets):
+            buckets = []
+        while self._filled < len(buckets):
             self._fill()
-        flags = Flags(self._inventory, self._communicators, self.fired, header(), self.plan.buckets)
-        while self._next < len(self.plan.buckets):
+        flags = Flags(self._inventory, self._communicators, self.fired, header(), buckets)
+        while self._next < len(buckets):
             self._send(flags)
         flags.send_rest()
         return flags
