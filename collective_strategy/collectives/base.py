@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,10 +22,10 @@ from collective_strategy.collectives.counters import Counters
 from collective_strategy.collectives.environment import LaunchEnvironment, read_environment
 from collective_strategy.collectives.errors import (
     CollectiveError,
-    CollectiveMismatchError,
     CollectiveStateError,
     CollectiveTimeoutError,
     RankLeftError,
+    was_forked,
 )
 from collective_strategy.collectives.handles import Handle
 from collective_strategy.collectives.layout import NO_DEFAULT, MeshLayout, Partition
@@ -85,6 +86,7 @@ class CollectiveBase(ABC):
 
     def _reset(self) -> None:
         self._state = "new"
+        self._process = os.getpid()
         self.rank = -1
         self.world_size = 0
         self.ranks: tuple[int, ...] = ()
@@ -182,7 +184,7 @@ class CollectiveBase(ABC):
 
     def _leave(self, reason: str) -> None:
         for part in (self, *self._parts):
-            if part._checker is not None:
+            if part._checker is not None and os.getpid() == self._process:  # a forked process is not the rank
                 part._checker.leave(part._calls + 1, reason)
 
     def __enter__(self) -> Self:
@@ -403,14 +405,15 @@ class CollectiveBase(ABC):
         state = self._root._state
         if state == "new":
             raise CollectiveStateError(
-                f"{operation} was called before the collective was set up. Call setup() (or "
-                f"collective_strategy.init()) "
+                f"{operation} was called before the collective was set up. Call setup() or collective_strategy.init() "
                 "first; under a Trainer it is usable from the hooks setup() and configure_model() on."
             )
         if state == "closed":
             raise CollectiveStateError(
                 f"{operation} was called after teardown(). Call setup() to use the collective again."
             )
+        if os.getpid() != self._process:
+            raise was_forked(operation, self._process)
         reason = self.broken or self._root.broken
         if reason:
             raise CollectiveStateError(f"{operation}: the collective {self.name!r} is broken: {reason}")
@@ -494,6 +497,3 @@ class CollectiveBase(ABC):
             f"an error on the missing rank. The collective is broken from now on. [{type(error).__name__}: "
             f"{str(error).splitlines()[0][:200] if str(error) else ''}]"
         )
-
-
-__all__ = ["CollectiveBase", "CollectiveMismatchError", "Plan"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 
 class CollectiveError(RuntimeError):
     """Base class of every error that concerns communication."""
@@ -36,3 +38,13 @@ class RendezvousError(CollectiveError):
 
 class EnvironmentConfigError(ValueError):
     """The launcher's environment variables are half set or contradict each other."""
+
+
+def was_forked(what: str, parent: int) -> CollectiveStateError:
+    """The refusal of ``what`` in a child of the process that was set up."""
+    return CollectiveStateError(
+        f"{what}: process {os.getpid()} was forked from {parent}, the one that was set up. The connections and threads "
+        "of a collective belong to that process; here it would wait for ever, or answer in its place. "
+        "Communicate in the process that called setup(), not in workers of a data loader, and start further ranks by "
+        "spawning, not by forking."
+    )

@@ -15,12 +15,8 @@ from collective_strategy.collectives.composed import composed_reduce_scatter
 from collective_strategy.collectives.environment import LaunchEnvironment
 from collective_strategy.collectives.errors import CollectiveError
 from collective_strategy.collectives.handles import Handle
-from collective_strategy.collectives.horovod_runtime import (
-    HorovodRuntime,
-    meet_through_mpi,
-    start_horovod,
-    wait_for,
-)
+from collective_strategy.collectives.horovod_runtime import HorovodRuntime, wait_for
+from collective_strategy.collectives.horovod_start import meet_through_mpi, start_horovod
 from collective_strategy.collectives.layout import Partition
 from collective_strategy.collectives.operations import ReduceOp
 from collective_strategy.collectives.rendezvous import join
@@ -103,65 +99,100 @@ class HorovodCollective(Collective):
         return self._all_reduce(torch.zeros(1), ReduceOp.SUM)
 
     def _all_reduce(self, x: Tensor, op: ReduceOp) -> Handle:
-        hvd = self._horovod()
-        shape = x.shape
-        return self._start(
-            x.view(-1), hvd.allreduce_async_, op=getattr(hvd, _OPS[op]), finish=lambda reduced: reduced.view(shape)
-        )
+        hvd, shape = self._horovod().hvd, x.shape
+        if len(shape) == 1:
+            return self._start(hvd.allreduce_async_, x, op=getattr(hvd, _OPS[op]))
+        flat = x.view(-1)
+        return self._start(hvd.allreduce_async_, flat, lambda reduced: reduced.view(shape), op=getattr(hvd, _OPS[op]))
 
     def _broadcast(self, x: Tensor, src: int) -> Handle:
-        shape, root = x.shape, self.ranks[src]
-        start = self._horovod().broadcast_async_
-        return self._start(x.view(-1), start, root_rank=root, finish=lambda received: received.view(shape))
+        hvd, shape = self._horovod().hvd, x.shape
+        root = self.ranks[src]
+        return self._start(hvd.broadcast_async_, x.view(-1), lambda received: received.view(shape), root_rank=root)
 
     def _all_gather(self, x: Tensor) -> Handle:
-        shape = (self.world_size, *x.shape)
-        start = self._horovod().allgather_async
-        return self._start(x.view(1, x.numel()), start, finish=lambda gathered: gathered.view(shape))
+        hvd, shape = self._horovod().hvd, (self.world_size, *x.shape)
+        return self._start(hvd.allgather_async, x.view(1, x.numel()), lambda gathered: gathered.view(shape))
 
     def _reduce_scatter(self, x: Tensor, op: ReduceOp) -> Handle:
         if op is not ReduceOp.SUM:  # Horovod's has the sum and its mean only
             return composed_reduce_scatter(self, x, op)
-        hvd = self._horovod()
-        shape = x.shape[1:]
+        hvd, shape = self._horovod().hvd, x.shape[1:]
         rows = x.view(self.world_size, shape.numel())
-        return self._start(rows, hvd.reducescatter_async, op=hvd.Sum, finish=lambda row: row.view(shape))
+        return self._start(hvd.reducescatter_async, rows, lambda row: row.view(shape), op=hvd.Sum)
 
     def _all_to_all(self, x: Tensor, out: Sequence[int], into: Sequence[int]) -> Handle:
         if max(out) > _LARGEST_PIECE:
             raise ValueError(f"Horovod's all_to_all counts in 32 bits; {max(out)} elements for one rank are too many.")
-        splits = torch.tensor(list(out), dtype=torch.int32)
-        return self._start(x, self._horovod().alltoall_async, splits=splits, finish=lambda result: result[0])
+        expected = list(into)
 
-    def _horovod(self) -> Any:
+        def received(result: tuple[Tensor, Tensor]) -> Tensor:
+            pieces, lengths = result
+            if lengths.tolist() != expected:
+                raise RuntimeError(f"the ranks sent {lengths.tolist()} elements, rank by rank, and not {expected}")
+            return pieces
+
+        splits = torch.tensor(list(out), dtype=torch.int32)
+        return self._start(self._horovod().hvd.alltoall_async, x, received, splits=splits)
+
+    def _horovod(self) -> HorovodRuntime:
         assert self._runtime is not None
-        self._runtime.check_process()
-        return self._runtime.hvd
+        self._runtime.check()
+        return self._runtime
 
     def _start(
-        self, x: Tensor, start: Callable[..., int], finish: Callable[[Any], Tensor] | None = None, **arguments: Any
+        self, start: Callable[..., int], x: Tensor, finish: Callable[[Any], Tensor] | None = None, **arguments: Any
     ) -> Handle:
-        name = f"{self._prefix}/{self._scope}/{self._operations[self._scope]}"
-        group = self._group or self._horovod().global_process_set  # one process has the world and parts equal to it
-        with torch.inference_mode(False):  # Horovod's thread resizes the result, which it could not inside
-            handle = start(x, name=name, process_set=group, **arguments)
+        """Starts an operation under the next name. `_horovod` was asked just before."""
+        runtime = self._runtime
+        assert runtime is not None
+        arguments["name"] = f"{self._prefix}/{self._scope}/{self._operations[self._scope]}"
+        # one process has the world and parts equal to it
+        arguments["process_set"] = self._group or runtime.hvd.global_process_set
+        try:
+            if torch.is_inference_mode_enabled():
+                with torch.inference_mode(False):  # Horovod's thread resizes the result, which it could not inside
+                    handle = start(x, **arguments)
+            else:
+                handle = start(x, **arguments)
+        except ValueError as error:
+            if "Process set provided does not exist" not in str(error):
+                raise
+            raise RuntimeError(f"Horovod has been shut down, and its groups with it ({error})") from None
         self._operations[self._scope] += 1
-        return _HorovodHandle(self._horovod(), handle, self.timeout.total_seconds(), finish)
+        return _HorovodHandle(runtime, handle, self.timeout.total_seconds(), finish)
 
 
 class _HorovodHandle(Handle):
-    def __init__(self, hvd: Any, handle: int, seconds: float, finish: Callable[[Any], Tensor] | None) -> None:
-        self._hvd = hvd
+    """An operation by its number, which Horovod counts anew after each start."""
+
+    def __init__(
+        self, runtime: HorovodRuntime, handle: int, seconds: float, finish: Callable[[Any], Tensor] | None
+    ) -> None:
+        self._runtime = runtime
         self._handle = handle
         self._seconds = seconds
         self._finish = finish
         self._result: Tensor | None = None
+        self._failure: Exception | None = None
 
     def wait(self) -> Tensor:
-        if self._result is None:
-            result = wait_for(self._hvd, self._handle, self._seconds)
+        if self._result is not None:
+            return self._result
+        if self._failure is not None:
+            raise self._failure
+        self._runtime.check()
+        try:
+            result = wait_for(self._runtime.hvd, self._handle, self._seconds)
             self._result = self._finish(result) if self._finish else result
+        except TimeoutError:  # it may come later
+            raise
+        except Exception as error:
+            self._failure = error
+            raise
         return self._result
 
     def is_completed(self) -> bool:
-        return self._result is not None or bool(self._hvd.poll(self._handle))
+        if self._result is not None or self._failure is not None or not self._runtime.is_here:
+            return True
+        return bool(self._runtime.hvd.poll(self._handle))

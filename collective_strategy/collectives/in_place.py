@@ -43,6 +43,8 @@ class InPlaceOperations(CollectiveBase):
             def finish(reduced: Tensor) -> Tensor:
                 if not transport.same_memory(reduced, data):
                     data.copy_(reduced)
+                else:
+                    _overwritten(data)
                 if reduce_op is ReduceOp.MEAN:
                     data.div_(self.world_size)
                 return tensor
@@ -133,14 +135,15 @@ class InPlaceOperations(CollectiveBase):
         if self.world_size == 1:
             result = finish(start().wait())
             return CompletedHandle(result) if async_op else result
+        if not async_op:
+            return finish(self._guarded(lambda: start().wait()))
         name = self._current
 
         def wait(inner: Handle) -> Tensor:
             with self._named(name):
                 return self._guarded(inner.wait)
 
-        handle = GuardedHandle(self._guarded(start), wait, finish)
-        return handle if async_op else handle.wait()
+        return GuardedHandle(self._guarded(start), wait, finish)
 
     def _takes(self, tensor: Tensor) -> bool:
         types = self.capabilities.device_types
@@ -155,6 +158,7 @@ class InPlaceOperations(CollectiveBase):
 
     def _restored(self, target: Tensor, sent: Tensor | None, received: Tensor) -> Tensor:
         if sent is not None and transport.same_memory(received, sent) and self._takes(target):
+            _overwritten(target)
             return target
         return self._copied(target, received.to(target.device).reshape(-1).view(target.dtype))
 
@@ -162,3 +166,9 @@ class InPlaceOperations(CollectiveBase):
     def _copied(target: Tensor, value: Tensor) -> Tensor:
         target.detach().copy_(value.reshape(target.shape))
         return target
+
+
+def _overwritten(tensor: Tensor) -> None:
+    """Tells autograd what the library did behind it: a backward that needs the former values is to refuse."""
+    if not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)

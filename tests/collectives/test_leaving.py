@@ -1,5 +1,6 @@
 """A rank that stops after an error of its own tells the others, in check mode at once."""
 
+import os
 import time
 
 import pytest
@@ -54,3 +55,35 @@ def test_a_rank_that_was_torn_down_early_is_named():
     assert "all_reduce" in text
     assert "rank 1 has left (teardown() was called there" in text
     assert seconds < 10
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_a_forked_process_is_refused_and_does_not_answer_or_leave_in_the_place_of_its_rank(check: bool):
+    """It has the connections of the process that was set up, and none of the threads."""
+
+    def in_child(act) -> str:
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                act()
+            except BaseException as error:
+                os.write(write, f"{type(error).__name__}: {error}".encode())
+            os._exit(0)
+        os.waitpid(child, 0)
+        os.close(write)
+        with os.fdopen(read) as said:
+            return said.read()
+
+    def run(collective: Collective) -> tuple[list[str], int]:
+        calls = (lambda: collective.all_reduce(1), lambda: collective.all_reduce_(torch.ones(1)), collective.barrier)
+        leaving = (lambda: collective.abort("a worker failed"),)
+        told = [in_child(call) for call in (*calls, *leaving)] if collective.rank else []
+        return told, collective.all_reduce(1).item()
+
+    first, second = (outcome.result() for outcome in run_ranks(2, run, timeout=30, check=check, fresh=True))
+    assert first == ([], 2)
+    *refusals, nothing = second[0]
+    assert second[1] == 2
+    assert nothing == ""
+    assert all(said.startswith("CollectiveStateError: ") and "was forked from" in said for said in refusals)

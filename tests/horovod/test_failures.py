@@ -17,6 +17,7 @@ from collective_strategy.collectives import (
     CollectiveTimeoutError,
     RankLeftError,
     RendezvousError,
+    transport,
 )
 from collective_strategy.testing import WorkerDiedError, run_ranks
 
@@ -84,16 +85,28 @@ def test_different_operations_end_within_the_time_out(check):
             assert "timed out" in text_of(outcome, CollectiveTimeoutError)
 
 
-def test_the_check_for_stalled_operations_works():
-    """The installed Horovod reports and ends what waits for ever; its last release never does with Gloo."""
+def test_a_failed_operation_says_the_same_when_it_is_waited_for_again():
+    def act(collective):
+        handle = collective.all_reduce_(torch.ones(2 + collective.rank), async_op=True)
+        with pytest.raises(CollectiveError, match="Mismatched"):
+            handle.wait()
+        assert handle.is_completed()
+        handle.wait()
+
+    for outcome in ranks(2, act):
+        assert "Mismatched" in text_of(outcome)
+
+
+def test_pieces_of_other_lengths_than_those_expected_are_an_error():
+    """The lengths that the ranks give need not agree; Horovod delivers what was sent, and nothing may be cut off."""
 
     def act(collective):
-        return collective.all_reduce(1.0) if collective.rank else collective.all_gather(1.0)
+        sent, expected = ([1, 3], [1, 1]) if collective.rank == 0 else ([1, 1], [2, 1])
+        transport.exchange(collective, torch.arange(float(sum(sent))), sent, expected)
 
-    env = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "2"}
-    for outcome in ranks(2, act, env=env):
-        assert "Horovod has been shut down" in text_of(outcome)
-        assert not isinstance(outcome.error, CollectiveTimeoutError)
+    first, second = ranks(2, act)
+    assert first.error is None
+    assert "the ranks sent [3, 1] elements, rank by rank, and not [2, 1]" in text_of(second)
 
 
 def test_one_batch_more_on_one_rank_names_the_missing_rank():
@@ -186,16 +199,24 @@ def test_processes_that_horovod_cannot_connect_get_an_exception():
         assert "HOROVOD_GLOO_IFACE" in text
 
 
-def test_a_collective_whose_horovod_was_shut_down_says_so():
+@pytest.mark.parametrize(("n", "mesh"), [(2, None), (4, MESH)], ids=["world", "groups"])
+def test_a_collective_whose_horovod_was_shut_down_says_so(n, mesh):
+    """By one rank, which ends it on all of them; its groups are then unknown to Horovod."""
+
     def act(collective):
         import horovod.torch as hvd
 
-        collective.barrier()
-        hvd.shutdown()
-        collective.all_reduce(1.0)
+        group = collective["model"] if collective.mesh else collective
+        others = collective.all_gather_object(os.getpid())
+        assert len(set(others)) == n
+        if collective.rank == 0:
+            hvd.shutdown()
+        while True:
+            group.all_reduce_(torch.ones(1))
 
-    for outcome in ranks(2, act):
-        assert "all_reduce" in text_of(outcome)
+    for outcome in ranks(n, act, mesh=mesh):
+        assert "all_reduce_" in text_of(outcome)
+        assert "Horovod has been shut down" in str(outcome.error) or "not been initialized" in str(outcome.error)
 
 
 def test_after_an_error_the_same_processes_set_up_again():
@@ -211,26 +232,52 @@ def test_after_an_error_the_same_processes_set_up_again():
     assert [outcome.result() for outcome in ranks(2, act)] == [(2.0, [0, 1])] * 2
 
 
+def test_a_handle_from_before_a_new_start_does_not_take_the_result_of_another_operation():
+    """Horovod counts its operations from one again."""
+
+    def act(collective):
+        from collective_strategy.collectives import read_environment
+
+        old = collective.all_reduce_(torch.full((1,), 9.0), async_op=True) if collective.rank == 0 else None
+        collective.abort("start again")
+        collective.teardown()
+        collective.setup(read_environment())
+        new = [collective.all_reduce_(torch.full((1,), float(k)), async_op=True) for k in range(3)]
+        if old is not None:
+            assert old.is_completed()
+            with pytest.raises(CollectiveStateError, match="start again"):
+                old.wait()
+        return [handle.wait().item() for handle in new]
+
+    assert [outcome.result() for outcome in ranks(2, act)] == [[0, 2, 4]] * 2
+
+
 def test_a_forked_process_is_told_that_it_has_no_horovod():
     """A worker of a data loader would wait for ever."""
 
-    def act(collective):
+    def forked(act):
         read, write = os.pipe()
         child = os.fork()
         if child == 0:
             try:
-                collective.all_reduce_(torch.ones(1))
+                act()
             except BaseException as error:
                 os.write(write, f"{type(error).__name__}: {error}".encode())
             os._exit(0)
         os.waitpid(child, 0)
-        return os.read(read, 1000).decode(), collective.all_reduce(1.0).item()
+        return os.read(read, 1000).decode()
+
+    def act(collective):
+        handle = collective.all_reduce_(torch.ones(1), async_op=True)
+        told = [forked(lambda: collective.all_reduce_(torch.ones(1))), forked(handle.wait)]
+        return told, handle.wait().item(), collective.all_reduce(1.0).item()
 
     for outcome in ranks(2, act):
-        said, total = outcome.result()
-        assert said.startswith(CollectiveStateError.__name__)
-        assert "was forked from" in said
-        assert total == 2
+        told, *totals = outcome.result()
+        for said in told:
+            assert said.startswith(CollectiveStateError.__name__)
+            assert "was forked from" in said
+        assert totals == [2, 2]
 
 
 def test_operations_that_one_rank_has_more_do_not_shift_the_others():

@@ -121,3 +121,25 @@ def test_without_torch_the_script_says_so(tmp_path: Path) -> None:
     )
     assert finished.returncode == 1
     assert "torch is not installed in this environment" in finished.stderr
+
+
+@pytest.mark.parametrize("built", [False, True], ids=["absent", "for another torch"])
+def test_a_horovod_that_cannot_be_loaded_is_named_with_the_command(built: bool, tmp_path: Path) -> None:
+    """In an environment of any backend: where Horovod is installed, a folder before it stands for the wrong one."""
+    script = "import collective_strategy; collective_strategy.init('horovod', timeout=20)"
+    if built:
+        (tmp_path / "horovod").mkdir()
+        (tmp_path / "horovod" / "__init__.py").touch()
+        (tmp_path / "horovod" / "torch.py").write_text("raise ImportError('Horovod was built with torch 1.13.')")
+    else:
+        script = "import sys; sys.modules['horovod'] = None; " + script
+    finished = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT), *sys.path]),
+             "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"},
+        capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert finished.returncode == 1
+    words = "cannot be loaded with torch" if built else "which is not installed here"
+    assert words in finished.stderr
+    assert "python -m collective_strategy.install_horovod" in finished.stderr

@@ -123,3 +123,19 @@ def in_place_variants_take_parameters(collective: Collective, expect: Expect) ->
     expect.close(parameter, np.full((n, 2), n - 1.0), torch.float32, "all_reduce_", 1e-6)
     expect.same((parameter.requires_grad, parameter.grad_fn), (True, None), "the parameter stays a leaf")
     expect.true(parameter._version >= version, "the version counter")
+
+
+@check("all_reduce_", "broadcast_", "all_gather_", "reduce_scatter_")
+def a_backward_over_overwritten_values_is_refused(collective: Collective, expect: Expect) -> None:
+    n = collective.world_size
+    acts = {
+        "all_reduce_": lambda y: collective.all_reduce_(y),
+        "broadcast_": lambda y: collective.broadcast_(y, n - 1),
+        "all_gather_": lambda y: collective.all_gather_(y, torch.ones(2)),
+        "reduce_scatter_": lambda y: collective.reduce_scatter_(y, torch.ones(n, *y.shape)),
+    }
+    for name, overwrite in acts.items():
+        y = torch.ones(n, 2, requires_grad=True) * 2
+        square = (y * y).sum()  # whose gradient is 2 y, with y as it was
+        overwrite(y)
+        expect.raises(RuntimeError, "modified by an inplace operation", square.backward, f"backward after {name}")
