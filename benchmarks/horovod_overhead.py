@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 import socket
 import statistics
 import subprocess
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-STEPS, WARM_UP, CALLS = 30, 5, 200
+STEPS, WARM_UP, CALLS = 40, 5, 400
 
 
 def many_small() -> nn.Module:
@@ -70,13 +71,15 @@ def step_of_horovod(module: nn.Module, x: torch.Tensor) -> Callable[[], None]:
 
 
 def medians(steps: Mapping[str, Callable[[], Any]], count: int, meet: Callable[[], Any]) -> dict[str, float]:
-    """Milliseconds of each, taken in turns."""
+    """Milliseconds of each, taken in turns, in an order that is drawn anew each time, alike on all ranks."""
     seen: dict[str, list[float]] = {name: [] for name in steps}
+    order, drawn = list(steps), random.Random(0)
     for number in range(WARM_UP + count):
-        for name, step in steps.items():
+        drawn.shuffle(order)
+        for name in order:
             meet()
             began = time.perf_counter()
-            step()
+            steps[name]()
             if number >= WARM_UP:
                 seen[name].append((time.perf_counter() - began) * 1e3)
     return {name: statistics.median(values) for name, values in seen.items()}

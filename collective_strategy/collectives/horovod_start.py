@@ -25,6 +25,7 @@ from collective_strategy.collectives.key_value import KeyValueServer
 from collective_strategy.collectives.side_channel import SideChannel
 
 log = logging.getLogger("collective_strategy")
+_LEFT = "left"  # the key under which a rank says that it does not start
 _SHORTEST_PATIENCE, _PATIENCE = timedelta(seconds=10), timedelta(seconds=30)  # the second is Horovod's own
 
 
@@ -65,8 +66,17 @@ def start_horovod(
     Raises:
         RendezvousError: a rank did not come, or Horovod could not connect the processes.
     """
-    hvd = load_horovod()
     meeting = _Meeting(channel, environment, timeout)
+    try:
+        return _start(load_horovod(), environment, channel, meeting, timeout)
+    except BaseException as error:
+        meeting.leave(error)
+        raise
+
+
+def _start(
+    hvd: Any, environment: LaunchEnvironment, channel: SideChannel, meeting: _Meeting, timeout: timedelta
+) -> tuple[HorovodRuntime, str]:
     known = _process.runtime
     if known is not None:
         known = None if known.ended else known
@@ -140,15 +150,28 @@ class _Meeting:
     def exchange(self, key: str, value: Any) -> list[Any]:
         rank, size = self._environment.rank, self._environment.world_size
         self._channel.set(f"{key}/{rank}", json.dumps(value))
+        keys, cause = [f"{key}/{other}" for other in range(size)], None
         try:
-            found = self._channel.collect([f"{key}/{other}" for other in range(size)], self._timeout)
+            arrived = self._channel.poll(keys, self._timeout, unless=_LEFT)
+            left = None if arrived else self._channel.get(_LEFT)
+            if left:
+                raise RendezvousError(f"rank {rank} of {size} cannot start Horovod, because {left}")
+            if arrived:
+                return [json.loads(text) for text in self._channel.collect(keys, self._timeout)]
+        except RendezvousError:
+            raise
         except RuntimeError as error:
-            missing = [other for other in range(size) if not self._has(f"{key}/{other}")]
-            raise RendezvousError(
-                f"rank {rank} of {size} waited {self._timeout.total_seconds():g} s for ranks {missing} to start "
-                "Horovod; they have ended or hang. Look at their output."
-            ) from error
-        return [json.loads(text) for text in found]
+            cause = error
+        missing = [other for other in range(size) if not self._has(f"{key}/{other}")]
+        raise RendezvousError(
+            f"rank {rank} of {size} waited {self._timeout.total_seconds():g} s for ranks {missing} to start "
+            "Horovod; they have ended or hang. Look at their output."
+        ) from cause
+
+    def leave(self, error: BaseException) -> None:
+        """Tells the ranks that wait for this one, or come to it, that it does not start. Waits for nobody."""
+        with contextlib.suppress(RuntimeError):  # the store may be gone already
+            self._channel.set(_LEFT, f"rank {self._environment.rank} ended with {type(error).__name__}: {error}")
 
     def agree(self, key: str, flag: bool) -> bool:
         return all(self.exchange(key, flag))

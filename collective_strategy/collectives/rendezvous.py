@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
+from collections.abc import Callable
 from datetime import timedelta
 
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
@@ -70,7 +72,8 @@ def join(environment: LaunchEnvironment, timeout: timedelta, settings: str) -> t
             store.set("complete", f"settings:rank {rank} has [{settings}], another rank has [{first}]")
         elif store.add("joined", 1) == world_size:
             store.set("complete", "yes")
-        store.wait(["complete"], timeout)
+        other = store if second is None else PrefixStore(prefix, second)
+        _interruptibly(lambda: store.wait(["complete"], timeout), lambda: other.set("complete", f"left:{rank}"))
         outcome, _, detail = bytes(store.get("complete")).decode().partition(":")
     except RendezvousError:
         raise
@@ -78,9 +81,47 @@ def join(environment: LaunchEnvironment, timeout: timedelta, settings: str) -> t
         raise RendezvousError(_missing(store, environment, timeout, where)) from error
     if outcome == "doubled":
         raise RendezvousError(_doubled(int(detail), world_size, where))
+    if outcome == "left":
+        raise RendezvousError(f"rank {detail} of {world_size} was interrupted while the processes met at {where}.")
     if outcome == "settings":
         raise RendezvousError(f"the ranks were set up differently: {detail}. Give all ranks the same arguments.")
     return store, None if second is None else PrefixStore(prefix, second)
+
+
+def _interruptibly(act: Callable[[], object], release: Callable[[], object]) -> None:
+    """Runs ``act``, which waits in native code, where Ctrl-C would be heard only at its end; ``release`` ends it."""
+    if threading.current_thread() is not threading.main_thread():
+        act()
+        return
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            act()
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="collective-rendezvous", daemon=True)
+    thread.start()
+    try:
+        thread.join()
+    except BaseException:
+        release()
+        thread.join(5.0)  # native code must not wait while the interpreter ends
+        raise
+    if errors:
+        raise errors[0]
+
+
+def _await_listener(host: str, port: int, timeout: timedelta) -> None:
+    """Waits, in Python, until somebody listens there, or for ``timeout``."""
+    deadline = time.monotonic() + timeout.total_seconds()
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            with socket.create_connection((host, port), min(left, 5.0)):
+                return
+        except OSError:
+            time.sleep(min(left, 0.1))
 
 
 def _connections(environment: LaunchEnvironment, timeout: timedelta) -> tuple[Store, Store | None]:
@@ -104,6 +145,8 @@ def _connect(environment: LaunchEnvironment, timeout: timedelta) -> Store:
             "where the processes meet. Set MASTER_ADDR and MASTER_PORT, equal on all ranks (mpirun -x MASTER_PORT=...)."
         )
     try:
+        if not serves:
+            _await_listener(host, port, timeout)
         return TCPStore(host, port, None, serves, timeout, wait_for_workers=False)
     except Exception as error:
         if serves:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
@@ -62,6 +63,19 @@ class SideChannel:
         """
         self._store.wait(list(keys), timeout)
         return [value.decode() for value in self._store.multi_get(list(keys))]
+
+    def poll(self, keys: Sequence[str], timeout: timedelta, unless: str) -> bool:
+        """Whether all keys exist in time, and before the key ``unless`` does.
+
+        Hears Ctrl-C, unlike `collect`; costs messages while it waits, so it is for set-up.
+        """
+        deadline, pause = time.monotonic() + timeout.total_seconds(), 1e-3
+        while not self._store.check(list(keys)):
+            if time.monotonic() > deadline or self.has(unless):
+                return False
+            time.sleep(pause)
+            pause = min(1.5 * pause, 0.1)
+        return True
 
     def has(self, key: str) -> bool:
         """Whether a key exists, without waiting."""

@@ -1,7 +1,11 @@
 """Processes that do not find each other: one is missing or doubled, the port is taken, the settings differ."""
 
 import dataclasses
+import os
+import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -161,3 +165,29 @@ def test_the_single_process_collective_refuses_several_processes() -> None:
 
     for outcome in run_ranks(2, refuse, backend=None):
         assert "2 processes" in outcome.result()
+
+
+def test_ctrl_c_is_heard_while_other_processes_are_missing() -> None:
+    """Both wait in native code: rank 0 for the others to join, rank 1 for rank 0 to listen."""
+    script = (
+        "import signal, collective_strategy as c; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "print('waits', flush=True); c.init('torch', timeout=500)"
+    )
+    place = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", script],
+            env={**os.environ, **place, "RANK": rank, "MASTER_PORT": str(free_port())},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in "01"
+    ]  # fmt: skip
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "waits\n"
+    time.sleep(2)
+    for process in processes:
+        process.send_signal(signal.SIGINT)
+    for process in processes:
+        error = process.communicate(timeout=100)[1]
+        assert error.endswith("KeyboardInterrupt\n")

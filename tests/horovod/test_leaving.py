@@ -66,8 +66,8 @@ def test_the_check_for_stalled_operations_works(ends: Ends) -> None:
     assert "0: [allgather." in reported
     assert "1: [allreduce." in reported
     for said in (first, second):
+        assert "CollectiveError: all_" in said
         assert "Horovod has been shut down" in said
-        assert "CollectiveTimeoutError" not in said
 
 
 def test_an_operation_after_the_end_of_horovod_says_so(ends: Ends) -> None:
