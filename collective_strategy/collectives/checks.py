@@ -90,8 +90,11 @@ class Checker:
 
     def leave(self, number: int, reason: str) -> None:
         """Tells the other ranks that this one will not make call ``number`` nor a later one. Waits for nobody."""
+        line = json.dumps({"left": reason})
         with contextlib.suppress(RuntimeError):  # the store may be gone already
-            self._channel.set(f"{number}/{self._rank}", json.dumps({"left": reason}))
+            # Ctrl-C may have come before this rank's line of the call before, for which the others wait
+            self._channel.set_if_absent(f"{number - 1}/{self._rank}", line)
+            self._channel.set(f"{number}/{self._rank}", line)
 
     def _until_all_know(self, number: int) -> None:
         """Waits until all ranks have read the lines: this rank's error may end its process, and with it the store."""

@@ -47,6 +47,10 @@ class SideChannel:
         """Writes a value."""
         self._store.set(key, value)
 
+    def set_if_absent(self, key: str, value: str) -> None:
+        """Writes a value where there is none."""
+        self._store.compare_set(key, "", value)
+
     def set_all(self, values: Mapping[str, str]) -> None:
         """Writes several values in one message."""
         self._store.multi_set(list(values), list(values.values()))  # type: ignore[attr-defined]  # missing in the stubs

@@ -57,6 +57,29 @@ def test_a_rank_that_was_torn_down_early_is_named():
     assert seconds < 10
 
 
+class Interrupted:
+    """Interrupts the call that it is given to, before the call has told the other ranks of itself."""
+
+    def __reduce__(self):
+        raise KeyboardInterrupt
+
+
+def test_a_rank_that_is_interrupted_before_it_announced_its_call_is_named():
+    def run(collective: Collective) -> tuple[str, float] | None:
+        collective.all_reduce(torch.ones(1))
+        if collective.rank == 1:
+            with pytest.raises(KeyboardInterrupt):
+                collective.all_gather_object(Interrupted())
+            collective.abort("Ctrl-C")
+            return None
+        return _timed(collective, lambda: collective.all_gather_object("mine"))
+
+    outcomes = run_ranks(2, run, timeout=30, check=True, fresh=True)
+    text, seconds = outcomes[0].result()
+    assert "rank 1 has left (Ctrl-C)" in text
+    assert seconds < 10
+
+
 @pytest.mark.parametrize("check", [False, True])
 def test_a_forked_process_is_refused_and_does_not_answer_or_leave_in_the_place_of_its_rank(check: bool):
     """It has the connections of the process that was set up, and none of the threads."""
