@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,17 @@ from collective_strategy.collectives.operations import ReduceOp
 from collective_strategy.collectives.reductions import Reduction, encode_reduction, refuse_reduction
 
 
+class _Way(NamedTuple):
+    """How tensors of one dtype and device are reduced in place.
+
+    ``wire_op`` is what the backend reduces them with as they are, None if it does not.
+    """
+
+    op: ReduceOp
+    wire_op: ReduceOp | None
+    settings: str
+
+
 class InPlaceOperations(CollectiveBase):
     """The methods whose names end in an underscore, as in torch.
 
@@ -23,22 +35,24 @@ class InPlaceOperations(CollectiveBase):
     With ``async_op=True`` a `Handle` is returned at once and the tensors must be left alone until its ``wait()``.
     """
 
+    def _reset(self) -> None:
+        super()._reset()
+        self._ways: dict[tuple[type, str, torch.dtype, torch.device], _Way] = {}
+
     @outside_graphs
     def all_reduce_(self, tensor: Tensor, op: str = "sum", *, async_op: bool = False) -> Tensor | Handle:
         """Overwrites ``tensor`` with the reduction over all ranks. The mean of integers is refused.
 
         float16 and bfloat16 are reduced as they are where the backend can, unlike in `all_reduce`.
         """
-        reduce_op = ReduceOp.parse(op)
-        self._begin("all_reduce_", tensor, f"op={reduce_op.value}")
-        refuse_reduction(reduce_op, tensor.dtype, "the tensor", "all_reduce_")
-        floating = tensor.dtype.is_floating_point or tensor.dtype.is_complex
-        if reduce_op is ReduceOp.MEAN and not floating:
-            raise TypeError("all_reduce_: the mean of integers is no integer; use all_reduce, or op='sum'.")
-        wire_op = ReduceOp.SUM if reduce_op is ReduceOp.MEAN else reduce_op
-        ordered = wire_op in (ReduceOp.MAX, ReduceOp.MIN) and floating
-        data = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
-        if self._takes(data) and self.capabilities.reduces(wire_op, data.dtype) and not ordered:
+        known = type(op) is str and isinstance(tensor, Tensor)
+        way = self._ways.get((type(self), op, tensor.dtype, tensor.device)) if known else None
+        way = way or self._find_way(op, tensor)
+        self._begin("all_reduce_", tensor, way.settings)
+        reduce_op = way.op
+        if way.wire_op is not None:
+            wire_op = way.wire_op
+            data = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
 
             def finish(reduced: Tensor) -> Tensor:
                 if not transport.same_memory(reduced, data):
@@ -119,10 +133,31 @@ class InPlaceOperations(CollectiveBase):
 
         return GuardedHandle(handle, lambda inner: inner.wait(), fold)
 
-    def _begin(self, operation: str, tensor: Tensor, settings: str) -> None:
-        self._require_usable(operation)
+    def _find_way(self, op: str, tensor: Tensor) -> _Way:
+        """How ``all_reduce_`` reduces such a tensor; kept for the next one."""
+        self._require_usable("all_reduce_")
+        self._require_tensor("all_reduce_", tensor)
+        reduce_op = ReduceOp.parse(op)
+        refuse_reduction(reduce_op, tensor.dtype, "the tensor", "all_reduce_")
+        floating = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+        if reduce_op is ReduceOp.MEAN and not floating:
+            raise TypeError("all_reduce_: the mean of integers is no integer; use all_reduce, or op='sum'.")
+        wire_op = ReduceOp.SUM if reduce_op is ReduceOp.MEAN else reduce_op
+        ordered = wire_op in (ReduceOp.MAX, ReduceOp.MIN) and floating
+        as_it_is = self._takes(tensor) and self.capabilities.reduces(wire_op, tensor.dtype.to_real()) and not ordered
+        way = _Way(reduce_op, wire_op if as_it_is else None, f"op={reduce_op.value}")
+        if type(op) is str:
+            self._ways[type(self), op, tensor.dtype, tensor.device] = way
+        return way
+
+    @staticmethod
+    def _require_tensor(operation: str, tensor: object) -> None:
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{operation} takes one tensor, got {type(tensor).__name__}.")
+
+    def _begin(self, operation: str, tensor: Tensor, settings: str) -> None:
+        self._require_usable(operation)
+        self._require_tensor(operation, tensor)
         if not tensor.is_contiguous():
             raise ValueError(f"{operation}: the tensor must be contiguous, its strides are {tensor.stride()}.")
         self._calls += 1
