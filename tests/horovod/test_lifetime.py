@@ -56,17 +56,27 @@ def test_a_collective_whose_horovod_was_shut_down_says_so(n, mesh):
         assert "Horovod has been shut down" in str(outcome.error) or "not been initialized" in str(outcome.error)
 
 
-def test_after_an_error_the_same_processes_set_up_again():
+@pytest.mark.parametrize(("n", "mesh"), [(2, None), (4, MESH)], ids=["world", "groups"])
+def test_after_an_error_the_same_processes_set_up_again(n, mesh):
+    """Horovod ends in all of them and starts anew, and with it the groups."""
+
     def act(collective):
         from collective_strategy.collectives import read_environment
 
-        with pytest.raises(CollectiveError):
-            collective.all_reduce_(torch.ones(2 + collective.rank))
-        collective.teardown()
-        with collective.setup(read_environment()):
-            return collective.all_reduce(1.0).item(), collective.all_gather_object(collective.rank)
+        sums = []
+        for _ in range(2):
+            group = collective["model"] if collective.mesh else collective
+            sums += [group.all_reduce(1).item(), collective.split(collective.rank > 0).all_reduce(1).item()]
+            with pytest.raises(CollectiveError):
+                collective.all_reduce_(torch.ones(2 + collective.rank))
+            collective.teardown()
+            collective.setup(read_environment())
+        return sums, collective.all_gather_object(collective.rank)
 
-    assert [outcome.result() for outcome in ranks(2, act)] == [(2.0, [0, 1])] * 2
+    first, *others = (outcome.result() for outcome in ranks(n, act, mesh=mesh))
+    everybody = list(range(n))
+    assert first == ([2, 1, 2, 1], everybody)
+    assert others == [([2, n - 1, 2, n - 1], everybody)] * (n - 1)
 
 
 def test_a_handle_from_before_a_new_start_does_not_take_the_result_of_another_operation():
