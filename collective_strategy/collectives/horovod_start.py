@@ -35,6 +35,7 @@ class _Process:
     def __init__(self) -> None:
         self.runtime: HorovodRuntime | None = None
         self.server: KeyValueServer | None = None
+        self._library = ctypes.CDLL(None)
         os.register_at_fork(after_in_child=self._forked)
 
     def _forked(self) -> None:
@@ -42,9 +43,8 @@ class _Process:
         if self.runtime is None:
             return
         atexit.unregister(self.runtime.hvd.mpi_ops._basics.shutdown)
-        library = ctypes.CDLL(None)
-        if hasattr(library, "on_exit"):  # Horovod's destructors, which join its threads, come after what is called here
-            library.on_exit(library._exit, None)
+        if hasattr(self._library, "on_exit"):  # Horovod's destructors, which join its threads, come after this
+            self._library.on_exit(self._library._exit, None)
 
 
 _process = _Process()
