@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from collective_strategy.collectives.handles import CompletedHandle, Handle
+from collective_strategy.gradients.bucket import Bucket
 from collective_strategy.gradients.inventory import Communicators, Inventory
-from collective_strategy.gradients.plan import Bucket, Plan
+from collective_strategy.gradients.plan import Plan
 
 CHANGED, DIRTY, LEFTOVER = range(3)
 
@@ -65,9 +68,13 @@ class Choices:
 class BackwardRun:
     """The launches of one backward pass.
 
+    A bucket is looked at when the gradient of its trigger is ready, the member that was last in the backward before.
+    Where one is missing then, because this backward goes another way, that one becomes the trigger.
+
     Args:
         plan: The buckets.
         inventory, communicators: The parameters and their groups.
+        fired: The parameters whose gradient was accumulated in this backward, in their order; filled by hooks.
         deferred: Parameters whose gradients come in several pieces (reentrant checkpointing), known from earlier
             passes; their buckets wait for the end.
         awaited: Parameters that the engine does not announce (those in a reentrant checkpoint), known from earlier
@@ -77,9 +84,7 @@ class BackwardRun:
 
     Attributes:
         launched_by: How many hooks had fired when each bucket was launched, in launch order.
-        fired: Parameters whose gradient was accumulated.
-        unannounced: Parameters whose only hook fired after their bucket was launched without them.
-        late: Parameters with another piece of gradient accumulated after their bucket was launched.
+        used: Parameters that had a gradient when their bucket was filled.
         chosen: The lowest and the highest number of the ranks' plans, if they were compared.
     """
 
@@ -88,6 +93,7 @@ class BackwardRun:
         plan: Plan,
         inventory: Inventory,
         communicators: Communicators,
+        fired: Mapping[int, Tensor],
         deferred: set[int],
         awaited: set[int],
         hold: bool,
@@ -96,47 +102,62 @@ class BackwardRun:
         self.plan = plan
         self.chosen: tuple[float, float] | None = None
         self.launched_by: list[int] = []
-        self.fired: set[int] = set()
-        self.unannounced: set[int] = set()
-        self.late: set[int] = set()
-        self.hooks = 0
+        self.used: set[int] = set()
         self._inventory = inventory
         self._communicators = communicators
+        self._fired = fired
         self._silent: set[int] = set()
         self._awaited = awaited
         self._choice = choice
         self._filled = 0
         self._next = 0
-        self._missing = [len(bucket.members) for bucket in plan.buckets]
-        self._waits = [
-            hold or bucket.flags > 0 or any(i in deferred for i in bucket.members) for bucket in plan.buckets
-        ]
-        for bucket in plan.buckets:
-            bucket.begin()
+        self._early = 0
+        self._hooks: list[RemovableHandle] = []
+        self._waits = [hold or bucket.flags > 0 or not deferred.isdisjoint(bucket.members) for bucket in plan.buckets]
+        for position, (bucket, waits) in enumerate(zip(plan.buckets, self._waits, strict=True)):
+            for place in bucket.large:
+                self._hook(bucket.members[place], functools.partial(self._move, position, place))
+            if not waits:
+                self._hook(bucket.trigger, self._advance)
 
-    def accumulated(self, index: int) -> None:
-        """A hook: the gradient of a parameter was accumulated."""
-        self.hooks += 1
-        if self.hooks == 1:
-            self._find_silent()
-        position = self.plan.where.get(index)
-        if position is None:
-            return
-        if position < self._next:
-            (self.late if index in self.fired else self.unannounced).add(index)
-        else:
-            if index not in self.fired and index not in self._silent:
-                self._missing[position] -= 1
-            bucket = self.plan.buckets[position]
-            if index in bucket.large:
-                with torch.no_grad():
-                    bucket.move(bucket.large[index])
-        self.fired.add(index)
-        while self._next < len(self._missing) and not self._missing[self._next] and not self._waits[self._next]:
+    def _hook(self, index: int, hook: Callable[[Tensor], None]) -> None:
+        parameter = self._inventory.parameters[index]
+        if parameter.requires_grad:
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+
+    def _move(self, position: int, place: int, _parameter: Tensor) -> None:
+        """A hook: the gradient of a large parameter goes into its bucket."""
+        if position >= self._next:
+            self.plan.buckets[position].move(place)
+
+    def _advance(self, _parameter: Tensor) -> None:
+        """A hook: sends the buckets whose turn it is and whose gradients are there."""
+        while self._next < len(self._waits) and not self._waits[self._next]:
+            bucket = self.plan.buckets[self._next]
+            if bucket.trigger not in self._fired and not self._is_silent(bucket.trigger):
+                return
+            missing = [i for i in bucket.members if i not in self._fired and not self._is_silent(i)]
+            if missing:
+                bucket.trigger = max(missing, key=lambda i: abs(i - bucket.trigger))
+                self._hook(bucket.trigger, self._advance)
+                return
             if self.divided:
                 return
             self._fill()
             self._send()
+
+    def _is_silent(self, index: int) -> bool:
+        """Asks the engine whether this pass leaves the parameter out, so that nobody waits for it.
+
+        One inside a reentrant checkpoint is in a pass of its own; it counts as left out here until known better.
+        """
+        if index in self._silent:
+            return True
+        parameter = self._inventory.parameters[index]
+        if parameter.requires_grad and (index in self._awaited or self._inventory.will_be_used(index)):
+            return False
+        self._silent.add(index)
+        return True
 
     @property
     def divided(self) -> bool:
@@ -144,20 +165,6 @@ class BackwardRun:
         if self._choice is not None:
             self.chosen, self._choice = self._choice.wait(), None
         return self.chosen is not None and self.chosen[0] != self.chosen[1]
-
-    def _find_silent(self) -> None:
-        """Asks the engine which parameters this pass leaves out, so that nobody waits for them.
-
-        Those inside a reentrant checkpoint are in a pass of their own; they count as left out here until known better.
-        """
-        for position, bucket in enumerate(self.plan.buckets):
-            for i in bucket.members:
-                parameter = self._inventory.parameters[i]
-                if i in self._awaited and parameter.requires_grad:
-                    continue
-                if not (parameter.requires_grad and self._inventory.will_be_used(i)):
-                    self._silent.add(i)
-                    self._missing[position] -= 1
 
     @property
     def started(self) -> bool:
@@ -167,7 +174,18 @@ class BackwardRun:
     def abandon(self) -> None:
         """Nothing more is sent; gradients are where the user expects them."""
         for bucket in self.plan.buckets[self._next :]:
-            bucket.abandon(self.fired)
+            bucket.abandon()
+
+    def end(self) -> None:
+        """The backward is over: hooks are removed, and the next one's triggers are known. Idempotent."""
+        for handle in self._hooks:
+            handle.remove()
+        self._hooks.clear()
+        where = self.plan.where
+        last = {where[i]: i for i in self._fired if i in where}
+        for position, i in last.items():
+            self.plan.buckets[position].trigger = i
+        self._early = self._next
 
     def finish(self, header: Callable[[], list[bool]]) -> Flags:
         """Launches what is left, with zeros for parameters that stayed silent, and then the flags.
@@ -181,22 +199,34 @@ class BackwardRun:
             buckets = []
         while self._filled < len(buckets):
             self._fill()
-        flags = Flags(self._inventory, self._communicators, self.fired, header(), buckets)
+        flags = Flags(self._inventory, self._communicators, self.used, header(), buckets)
         while self._next < len(buckets):
             self._send(flags)
         flags.send_rest()
         return flags
 
-    @torch.no_grad()
+    def too_late(self, leftover: Iterable[int]) -> tuple[set[int], set[int]]:
+        """Which parameters' gradients came when their bucket had been sent.
+
+        Args:
+            leftover: Those that have a dense gradient when all buckets are filled.
+
+        Returns:
+            Those of which another piece was sent, and those whose bucket did not wait for them.
+        """
+        where = self.plan.where
+        late = {i for i in leftover if where.get(i, self._early) < self._early}
+        return late & self.used, late - self.used
+
     def _fill(self) -> None:
         # those made before this backward, under no_sync, are used too
-        self.fired.update(self.plan.buckets[self._filled].fill())
+        self.used.update(self.plan.buckets[self._filled].fill())
         self._filled += 1
 
     def _send(self, flags: Flags | None = None) -> None:
         bucket = self.plan.buckets[self._next]
         self._next += 1
-        self.launched_by.append(self.hooks)
+        self.launched_by.append(len(self._fired))
         bucket.send(flags.values(bucket.route.axes) if flags is not None and bucket.flags else None)
 
 
@@ -222,9 +252,9 @@ class Flags:
         header: list[bool],
         buckets: Sequence[Bucket],
     ) -> None:
-        self._members = inventory.by_group()
         self._world = communicators.everybody
-        self._members.setdefault(self._world, [])
+        groups: dict[tuple[str, ...], list[int]] = {self._world: [], **inventory.by_group}
+        self._members = dict(sorted(groups.items()))  # one order on all ranks, whose models may differ
         self._communicators = communicators
         self._used = used
         self._header = [float(flag) for flag in header]

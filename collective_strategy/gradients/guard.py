@@ -1,5 +1,6 @@
 """Notices gradients that are not reduced, and refuses to step with them."""
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -11,7 +12,6 @@ from torch.utils.hooks import RemovableHandle
 
 from collective_strategy.collectives.collective import Collective
 from collective_strategy.collectives.errors import CollectiveError
-from collective_strategy.gradients.backward_run import BackwardRun
 from collective_strategy.gradients.inventory import Inventory
 
 _WAY_OUT = (
@@ -30,42 +30,64 @@ class StepGuard:
 
     Attributes:
         armed: a backward is running in the reducer's context.
-        dirty: indices of parameters that got a gradient while not armed.
-        run: who is told of gradients that are accumulated while armed; None if nobody needs to know.
+        fired: parameters that got a gradient since `arm`, or since `dirty` was asked for, by index, in their order.
         pending: indices of parameters whose gradient is only local, from backwards without synchronisation.
     """
 
     def __init__(self, inventory: Inventory, collective: Collective) -> None:
         self.armed = False
-        self.run: BackwardRun | None = None
-        self.dirty: set[int] = set()
+        self.fired: dict[int, Tensor] = {}
         self.pending: set[int] = set()
+        self._dirty: set[int] = set()
         self._inventory, self._collective = inventory, collective
         self._hooks: dict[int, RemovableHandle] = {}
         self._step_hook: RemovableHandle | None = None
         self.hook_parameters()
+        weakref.finalize(self, _remove, self._hooks, self.fired).atexit = False
         # a global hook, so that optimizers nobody registered with us are seen as well
         self._step_hook = register_optimizer_step_pre_hook(_weakly(self, "_before_step"))
+
+    @property
+    def dirty(self) -> set[int]:
+        """Indices of parameters that got a gradient while not armed."""
+        if not self.armed and self.fired:
+            self._dirty.update(self.fired)
+            self.fired.clear()
+        return self._dirty
+
+    def arm(self) -> None:
+        """A backward begins in the reducer's context."""
+        _ = self.dirty  # what fired until now is no part of it
+        self.armed = True
+
+    def disarm(self) -> None:
+        """It is over."""
+        self.fired.clear()
+        self.armed = False
 
     def hook_parameters(self) -> None:
         """Hooks the parameters that became trainable; torch refuses hooks on frozen ones."""
         for i in self._inventory.routed:
             parameter = self._inventory.parameters[i]
             if i not in self._hooks and parameter.requires_grad:
-                self._hooks[i] = parameter.register_post_accumulate_grad_hook(_accumulation_hook(self, i))
+                # without a line of Python, because it runs for every parameter in every backward; not our method, so
+                # that it does not keep us alive
+                hook = functools.partial(self.fired.__setitem__, i)
+                self._hooks[i] = parameter.register_post_accumulate_grad_hook(hook)
 
     def watch(self, inventory: Inventory) -> None:
         """Follows another inventory; the old one's hooks carry its indices."""
-        for handle in self._hooks.values():
-            handle.remove()
-        self._hooks.clear()
+        _ = self.dirty
+        _remove(self._hooks, self.fired)
         self._inventory = inventory
         self.hook_parameters()
 
-    def forget(self, index: int) -> None:
-        """The parameter's gradient was dropped, and with it the reason for a complaint."""
-        self.dirty.discard(index)
-        self.pending.discard(index)
+    def keep(self, indices: Iterable[int]) -> None:
+        """The other parameters' gradients were dropped, and with them the reason for a complaint."""
+        if self.dirty or self.pending:
+            kept = set(indices)
+            self._dirty &= kept
+            self.pending &= kept
 
     def clear(self) -> None:
         """Everything is reduced."""
@@ -74,9 +96,7 @@ class StepGuard:
 
     def close(self) -> None:
         """Removes all hooks. Idempotent."""
-        for handle in self._hooks.values():
-            handle.remove()
-        self._hooks.clear()
+        _remove(self._hooks, self.fired)
         if self._step_hook is not None:
             self._step_hook.remove()
             self._step_hook = None
@@ -137,20 +157,11 @@ class StepGuard:
                     )
 
 
-def _accumulation_hook(guard: StepGuard, index: int) -> Callable[[Tensor], None]:
-    """Short, because it runs for every parameter in every backward; and it does not keep the guard alive."""
-    reference = weakref.ref(guard)
-
-    def hook(_parameter: Tensor) -> None:
-        alive = reference()
-        if alive is None:
-            return
-        if alive.run is not None:
-            alive.run.accumulated(index)
-        elif not alive.armed:
-            alive.dirty.add(index)
-
-    return hook
+def _remove(hooks: dict[int, RemovableHandle], fired: dict[int, Tensor]) -> None:
+    for handle in hooks.values():
+        handle.remove()
+    hooks.clear()
+    fired.clear()
 
 
 def _weakly(owner: object, method: str, *bound: Any) -> Callable[..., Any]:

@@ -50,23 +50,22 @@ class Increments:
 
     def set_aside(self, inventory: Inventory, guard: StepGuard) -> dict[int, Tensor]:
         """Takes the reduced part out of every ``.grad``, by index, and leaves the local part there."""
-        aside: dict[int, Tensor] = {}
-        for i in inventory.routed:
-            parameter = inventory.parameters[i]
-            gradient = parameter.grad
-            if gradient is None:
-                guard.forget(i)
-                continue
-            if not self._is_known(parameter, gradient) or i in guard.dirty:
+        gradients = [(i, g) for i in inventory.routed if (g := inventory.parameters[i].grad) is not None]
+        if len(gradients) < len(inventory.routed):
+            guard.keep(i for i, _ in gradients)
+        dirty = guard.dirty
+        apart: list[tuple[int, Tensor, Tensor | None]] = []
+        for i, gradient in gradients:
+            if not self._is_known(inventory.parameters[i], gradient) or i in dirty:
                 # A backward behind our back may have gone on top; what is not known to be reduced counts as fresh.
                 continue
-            parts = self._shown[id(parameter)][1]
+            parts = self._shown[id(inventory.parameters[i])][1]
             if parts is None:
-                aside[i] = gradient
-                parameter.grad = None
+                apart.append((i, gradient, None))
             elif gradient._version == parts.version:
-                aside[i] = parts.reduced  # not gradient - local, which each rank would round differently
-                parameter.grad = parts.local
+                apart.append(
+                    (i, parts.reduced, parts.local)
+                )  # not gradient - local, which each rank rounds differently
             elif not inventory.averages(i) and bool(gradient.any()):
                 raise CollectiveError(
                     f"The gradient of {inventory.names[i]} was changed in place (clipped, unscaled) while a part of it "
@@ -75,7 +74,9 @@ class Increments:
                 )
             # else all of it counts as fresh: averaging the reduced part once more changes nothing
         self._shown = {}
-        return aside
+        for i, _, local in apart:
+            inventory.parameters[i].grad = local
+        return {i: reduced for i, reduced, _ in apart}
 
     def keep_local(self, inventory: Inventory, guard: StepGuard, aside: Mapping[int, Tensor]) -> None:
         """Shows the sum to the user, and remembers which part of it is still local."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import operator
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -160,7 +162,7 @@ class Inventory:
 
     def is_stale(self, module: nn.Module) -> bool:
         """Whether a parameter was added, removed, replaced, reshaped, converted or moved since."""
-        now = [entry for table in self._tables for entry in table.values()]
+        now = list(itertools.chain.from_iterable(map(dict.values, self._tables)))
         if len(now) == len(self._entries) and not any(map(operator.is_not, now, self._entries)):
             return _signature(self.parameters) != self.signature
         self._tables, self._entries = _tree(module)
@@ -168,16 +170,17 @@ class Inventory:
 
     def mask(self) -> tuple[bool, ...]:
         """Which parameters are trainable now."""
-        return tuple(parameter.requires_grad for parameter in self.parameters)
+        return tuple([parameter.requires_grad for parameter in self.parameters])  # a list is quicker
 
     def prepare(self, communicators: Communicators) -> list[tuple[str, ...]]:
         """Makes all groups that reductions, norms and broadcasts of these parameters need. Called by all ranks."""
-        needed = set(self.by_group())
+        needed = set(self.by_group)
         for role in self.roles:
             needed |= {communicators.replicated(role), communicators.varying(role)}
         return communicators.prepare(needed)
 
-    def by_group(self) -> dict[tuple[str, ...], list[int]]:
+    @cached_property
+    def by_group(self) -> Mapping[tuple[str, ...], list[int]]:
         """The routed parameters by the axes of their group."""
         groups: dict[tuple[str, ...], list[int]] = {}
         for i in self.routed:
@@ -214,8 +217,13 @@ class Inventory:
         return agree_in_groups(communicators.world, by_members, layout)
 
 
-def _signature(parameters: Sequence[nn.Parameter]) -> list[tuple[int, torch.Size, torch.dtype, torch.device]]:
-    return [(id(parameter), parameter.shape, parameter.dtype, parameter.device) for parameter in parameters]
+def _signature(parameters: Sequence[nn.Parameter]) -> list[list[Any]]:
+    return [
+        list(map(id, parameters)),
+        [parameter.shape for parameter in parameters],
+        [parameter.dtype for parameter in parameters],
+        [parameter.device for parameter in parameters],
+    ]
 
 
 def _tree(module: nn.Module) -> tuple[list[dict[str, Any]], list[Any]]:

@@ -27,7 +27,7 @@ def reduce_leftovers(inventory: Inventory, communicators: Communicators, write: 
         The indices of sparse ones.
     """
     sparse_everywhere: set[int] = set()
-    for axes, members in inventory.by_group().items():
+    for axes, members in inventory.by_group.items():
         group = communicators.over(axes)
         gradients = [inventory.parameters[i].grad for i in members]
         present = [float(gradient is not None) for gradient in gradients]

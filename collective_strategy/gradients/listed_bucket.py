@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from collective_strategy.collectives.handles import CompletedHandle, Handle
-from collective_strategy.gradients.plan import Bucket
+from collective_strategy.gradients.bucket import Bucket
 
 
 class ListedBucket(Bucket):
@@ -18,16 +18,16 @@ class ListedBucket(Bucket):
     and a backend that compiles makes those of one group one operation when the first is waited for.
     """
 
-    large: dict[int, int]
+    @property
+    def large(self) -> Sequence[int]:
+        return ()
 
-    def begin(self) -> None:
-        self.large, self._gradients = {}, [None] * len(self.members)
-
-    def abandon(self, fired: Container[int]) -> None:
+    def abandon(self) -> None:
         """Nothing was taken out of ``.grad`` yet."""
 
     def fill(self) -> list[int]:
         found = []
+        self._gradients = [None] * len(self.members)
         for place, parameter in enumerate(self._parameters):
             gradient = parameter.grad
             if gradient is None or gradient.is_sparse:

@@ -93,6 +93,7 @@ class GradientReducer(NormOperations):
         self._sparse: set[int] = set()
         self._blocked = False
         self._broken: str | None = None
+        self._mask: tuple[bool, ...] = ()
         self._plans: dict[tuple[bool, ...], Plan] = {}
         self._choices = Choices()
         self._guard: StepGuard | None = None
@@ -120,42 +121,34 @@ class GradientReducer(NormOperations):
         if self._broken:
             raise CollectiveError(self._broken)
         sync = sync and not self._blocked
-        aside = self._increments.set_aside(self._inventory, guard)
-        guard.hook_parameters()
-        changed = sync and self._choose_plan()
-        if sync:
-            choice = Choice(self._plan, self._communicators) if self._choices.compared else None
-            self.statistics.all_reduces += choice is not None
-            guard.run = BackwardRun(
-                self._plan,
-                self._inventory,
-                self._communicators,
-                self._deferred,
-                self._awaited,
-                self._must_hold(),
-                choice,
-            )
-        guard.armed = True
+        guard.arm()
+        run: BackwardRun | None = None
         try:
-            yield
-        except BaseException as error:
-            if guard.run is not None and guard.run.started:
-                self._broken = (
-                    f"a backward pass raised {type(error).__name__} after some of its gradients were sent, so the "
-                    "ranks' gradients do not belong together any more. Make a new GradientReducer on all ranks, or end "
-                    "the run."
-                )
-            if guard.run is not None:
-                guard.run.abandon()
-            guard.armed, guard.run = False, None
-            self._increments.keep_local(self._inventory, guard, aside)
-            raise
-        guard.armed = False
-        run, guard.run = guard.run, None
-        if run is not None:
-            self._flush(guard, run, aside, changed)
-        else:
-            self._increments.keep_local(self._inventory, guard, aside)
+            aside = self._increments.set_aside(self._inventory, guard)
+            changed = self._choose_plan(guard)
+            if sync:
+                run = self._begin_run(guard)
+            try:
+                yield
+            except BaseException as error:
+                if run is not None and run.started:
+                    self._broken = (
+                        f"a backward pass raised {type(error).__name__} after some of its gradients were sent, so the "
+                        "ranks' gradients do not belong together any more. Make a new GradientReducer on all ranks, or "
+                        "end the run."
+                    )
+                if run is not None:
+                    run.abandon()
+                self._increments.keep_local(self._inventory, guard, aside)
+                raise
+            if run is None:
+                self._increments.keep_local(self._inventory, guard, aside)
+            else:
+                self._flush(guard, run, aside, changed)
+        finally:
+            if run is not None:
+                run.end()
+            guard.disarm()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -224,6 +217,7 @@ class GradientReducer(NormOperations):
         self._choices.changed(first=old is None)
         if old is not None and old.signature != self._inventory.signature:
             self._plans, self._deferred, self._awaited, self._sparse = {}, set(), set(), set()
+        self._mask = ()
         groups = self._inventory.prepare(self._communicators)
         self._plan = self._plans.setdefault(self._inventory.mask(), self._make_plan())
         self._plan.number = self.statistics.agreements
@@ -247,13 +241,31 @@ class GradientReducer(NormOperations):
             interleaved=self._interleaved,
         )
 
-    def _choose_plan(self) -> bool:
+    def _choose_plan(self, guard: StepGuard) -> bool:
         """Takes the plan for what is trainable now; True if all ranks must agree on a new one first."""
-        plan = self._plans.get(self._inventory.mask())
+        mask = self._inventory.mask()
+        if mask != self._mask:
+            guard.hook_parameters()
+            self._mask = mask
+        plan = self._plans.get(mask)
         if plan is None:
             return True
         self._plan = plan
         return False
+
+    def _begin_run(self, guard: StepGuard) -> BackwardRun:
+        choice = Choice(self._plan, self._communicators) if self._choices.compared else None
+        self.statistics.all_reduces += choice is not None
+        return BackwardRun(
+            self._plan,
+            self._inventory,
+            self._communicators,
+            guard.fired,
+            self._deferred,
+            self._awaited,
+            self._must_hold(),
+            choice,
+        )
 
     def _must_hold(self) -> bool:
         root = self._collective._root
@@ -267,28 +279,39 @@ class GradientReducer(NormOperations):
 
     @torch.no_grad()
     def _flush(self, guard: StepGuard, run: BackwardRun, aside: dict[int, Tensor], changed: bool) -> None:
-        def header() -> list[bool]:
-            leftover = any(self._inventory.parameters[i].grad is not None for i in self._inventory.routed)
-            return [changed or self._inventory.is_stale(self._module), bool(guard.dirty), leftover]
+        leftover: dict[int, Tensor] = {}
 
+        def header() -> list[bool]:
+            parameters = self._inventory.parameters
+            leftover.update((i, g) for i in self._inventory.routed if (g := parameters[i].grad) is not None)
+            return [changed or self._inventory.is_stale(self._module), bool(guard.dirty), bool(leftover)]
+
+        hooks = len(guard.fired)
+        run.end()
         flags = run.finish(header)
         buckets = [] if run.divided else run.plan.buckets
         results = [bucket.results() for bucket in buckets]  # prepared while the last ones are on their way
         carried = {bucket.route.axes: sums for bucket in buckets if (sums := bucket.wait())}
         counts, used = flags.read(carried)
+        parameters = self._inventory.parameters
+        late, unannounced = run.too_late(
+            i for i in leftover if (g := parameters[i].grad) is not None and not g.is_sparse
+        )
         if run.divided:
             aside = self._take_inventory(aside)  # raises where the same weights are trainable on some ranks only
         for bucket, tensors in zip(buckets, results, strict=True):
-            for i, gradient in zip(bucket.members, bucket.converted(tensors), strict=True):
-                if i in used:
-                    aside[i] = added(aside.get(i), gradient)
+            reduced = zip(bucket.members, bucket.converted(tensors), strict=True)
+            if not aside.keys() & bucket.members and used.issuperset(bucket.members):
+                aside.update(reduced)
+            else:
+                aside.update((i, added(aside.get(i), gradient)) for i, gradient in reduced if i in used)
         if self._choices.settled(run.chosen):
             self._plans = {mask: plan for mask, plan in self._plans.items() if plan is self._plan}
-        self._deferred |= run.late
-        self._awaited |= run.unannounced
+        self._deferred |= late
+        self._awaited |= unannounced
         self.statistics.reductions += 1
         self.statistics.all_reduces += len(buckets) + flags.own_buffers
-        self.statistics.launched_by, self.statistics.hooks = run.launched_by, run.hooks
+        self.statistics.launched_by, self.statistics.hooks = run.launched_by, hooks
         if counts[DIRTY]:
             self._increments.show(self._inventory, aside)
             raise CollectiveError(guard.dirty_message(int(counts[DIRTY])))

@@ -1,6 +1,7 @@
 """How much is sent, when, and in which memory."""
 
 import itertools
+import random
 import time
 
 import pytest
@@ -134,6 +135,52 @@ def test_all_buckets_but_the_last_two_are_sent_before_the_last_hook(marked, mesh
         assert launched_by[0] == 1  # the very first hook sends the first bucket
 
 
+@pytest.mark.parametrize("large", [1, 10**6], ids=["moved", "packed"])
+def test_a_bucket_is_sent_with_its_last_gradient_in_whatever_order_they_come(large):
+    """Four buckets of three weights; in every backward the weights are ready in another order, on each rank another."""
+
+    def log(collective):
+        weights = nn.ParameterList([nn.Parameter(torch.ones(10)) for _ in range(12)])
+        reducer = GradientReducer(weights, collective, sizes=BucketSizes(large, packed=120, first=120))
+        dice = random.Random(collective.rank)
+        outcomes = []
+        for _ in range(20):
+            weights.zero_grad()
+            order = dice.sample(range(12), 12)
+            y = torch.ones(10) * (1.0 + 2 * collective.rank)
+            for i in reversed(order):  # the last factor's gradient is ready first
+                y = y * weights[i]
+            with reducer.backward():
+                y.sum().backward()
+            complete = [max(order.index(i) for i in range(k, k + 3)) + 1 for k in (9, 6, 3)]
+            expected = [*itertools.accumulate(complete, max), 12]
+            outcomes.append(reducer.statistics.launched_by == expected)
+            outcomes += [weight.grad.tolist() == [2.0] * 10 for weight in weights]
+        return all(outcomes)
+
+    assert common(2, log)
+
+
+def test_a_bucket_whose_last_weight_is_left_out_goes_with_the_next():
+    """Three buckets of two weights. The second weight of the first bucket is left out by every second backward."""
+
+    def log(collective):
+        weights = nn.ParameterList([nn.Parameter(torch.ones(10)) for _ in range(6)])
+        reducer = GradientReducer(weights, collective, sizes=BucketSizes(packed=80, first=80))
+        seen = []
+        for step in range(6):
+            weights.zero_grad()
+            y = torch.ones(10)
+            for i in [0, 1, 2, 3, *([4] if step % 2 == 0 else []), 5]:
+                y = y * weights[i]
+            with reducer.backward():
+                y.sum().backward()
+            seen.append((reducer.statistics.launched_by, weights[4].grad is None))
+        return seen
+
+    assert common(2, log) == [([2, 4, 6], False), ([3, 3, 5], True)] * 3
+
+
 def test_reentrant_checkpoints_are_overlapped_once_they_are_known():
     def log(collective):
         layers = deep(collective)
@@ -206,7 +253,7 @@ def test_a_gradient_is_a_tensor_of_its_own_to_autograd(in_a_bucket):
 
 
 def test_gradients_lie_in_the_buckets_memory_which_is_used_again_when_nobody_holds_them():
-    """Both ways into it: small gradients are accumulated there, large ones are moved."""
+    """Both ways into it: small gradients are copied there together, large ones are moved."""
 
     def check(collective):
         w, v = nn.Parameter(torch.zeros(1000)), nn.Parameter(torch.zeros(10))
@@ -219,6 +266,7 @@ def test_gradients_lie_in_the_buckets_memory_which_is_used_again_when_nobody_hol
             with reducer.backward():
                 ((w.sum() + v.sum()) * (1.0 + 2 * collective.rank)).backward()
             seen.append((w.grad[-1].item(), v.grad[-1].item()))
+            time.sleep(0.05)  # torch.distributed's thread lets go of the buffer a moment after the all-reduce
             buffers.append(bucket._buffer.data_ptr())
             inside = range(buffers[-1], buffers[-1] + 4 * 1010)
             assert w.grad.data_ptr() in inside
