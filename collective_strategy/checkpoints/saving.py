@@ -28,6 +28,7 @@ from collective_strategy.checkpoints.optimizers import Following, names_by_id, p
 from collective_strategy.checkpoints.random_state import random_states
 from collective_strategy.checkpoints.storage import Saving
 from collective_strategy.collectives.collective import Collective
+from collective_strategy.collectives.host import host_copy
 from collective_strategy.gradients.inventory import Communicators
 from collective_strategy.sharing.roles import UnmarkedPolicy
 
@@ -259,9 +260,9 @@ def _write(content: Content, place: str, axes: ModelAxes, rank: int) -> dict[str
 
 def _saved(tensor: Tensor) -> Tensor:
     """On the CPU; alone in its memory, because torch.save writes all of the memory that a tensor looks at."""
-    tensor = tensor.detach()
     if tensor.device.type != "cpu":
-        return tensor.cpu()
+        return host_copy(tensor)
+    tensor = tensor.detach()
     if tensor.layout is torch.strided and tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size():
         return tensor.clone()
     return tensor

@@ -14,6 +14,7 @@ from collective_strategy.collectives import transport
 from collective_strategy.collectives.arguments import rank_argument
 from collective_strategy.collectives.base import CollectiveBase, Plan
 from collective_strategy.collectives.errors import CollectiveError
+from collective_strategy.collectives.host import host_copy
 
 _OK, _FAILED = 1, 0
 
@@ -142,7 +143,7 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, Tensor) and obj.device.type != "cpu":
-            return obj.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+            return host_copy(obj).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         return NotImplemented
 
 

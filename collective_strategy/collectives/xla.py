@@ -95,6 +95,16 @@ class XLACollective(Collective):
         """XLA wants to know the groups of all ranks, not only the own one."""
         return _complete_partition([[self.ranks[r] for r in group] for group in partition.groups()], self.global_size)
 
+    def _settle(self) -> None:
+        """Where ranks share a process, and with it its programs, a backward is a graph of its own.
+
+        torch_xla takes two graphs for the same that differ only in which of several equal nodes an operation uses
+        (https://github.com/pytorch/xla/issues/8353), such as x - y and y - x beside 2 x: a rank that runs layers in
+        another order would run another rank's program. A backward on what forward left has no such choice.
+        """
+        if self._replica.waits:
+            self._replica.cut()
+
     @property
     def global_size(self) -> int:
         """Number of replicas of the whole job."""

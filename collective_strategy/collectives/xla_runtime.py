@@ -17,6 +17,7 @@ from torch import Tensor
 
 from collective_strategy.collectives.environment import LaunchEnvironment, read_environment
 from collective_strategy.collectives.errors import CollectiveError, CollectiveStateError
+from collective_strategy.collectives.xla_device_module import register_device_module
 
 TOKEN_VARIABLE = "DISABLE_NUMERIC_CC_TOKEN"
 _INSTALL = (
@@ -41,6 +42,7 @@ def import_xla() -> tuple[ModuleType, ModuleType, ModuleType]:
         from torch_xla.core import xla_model
     except ImportError as error:
         raise ImportError(_INSTALL.format(error=error)) from error
+    register_device_module()
     return torch_xla, xla_model, runtime
 
 

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from collective_strategy.collectives.environment import LaunchEnvironment
 from collective_strategy.collectives.errors import EnvironmentConfigError, RankLeftError
+from collective_strategy.collectives.host import host_copy
 from collective_strategy.collectives.xla_runtime import (
     Replica,
     import_xla,
@@ -284,4 +285,4 @@ def _closure_as_it_is(optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
 
 
 def _on_host(value: Any) -> Any:
-    return torch.utils._pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), value)
+    return torch.utils._pytree.tree_map_only(Tensor, host_copy, value)

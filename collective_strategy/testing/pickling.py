@@ -1,14 +1,18 @@
-"""Pickles functions of any kind, closures too, without losing the files that they come from."""
+"""Pickles functions of any kind, closures too, without losing the files that they come from; tensors are the host's."""
 
 from __future__ import annotations
 
 import io
+import pickle
 from collections import ChainMap
 from collections.abc import Callable
 from types import CodeType
 from typing import Any, ClassVar
 
 import cloudpickle
+from torch import Tensor
+
+from collective_strategy.collectives.host import host_copy
 
 _reduce_code: Callable[[CodeType], tuple[Any, ...]] = cloudpickle.Pickler.dispatch_table[CodeType]
 
@@ -31,7 +35,15 @@ def _reduce_code_with_file_name(code: CodeType) -> tuple[Any, ...]:
     return _with_file_name, (make, arguments, code.co_filename)
 
 
+def _reduce_tensor(tensor: Tensor) -> tuple[Any, ...]:
+    # another process need not have the device
+    if tensor.device.type not in ("cpu", "meta"):
+        tensor = host_copy(tensor).requires_grad_(tensor.requires_grad)
+    reduced: tuple[Any, ...] = tensor.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+    return reduced
+
+
 class _Pickler(cloudpickle.Pickler):
     dispatch_table: ClassVar[Any] = ChainMap(
-        {CodeType: _reduce_code_with_file_name}, cloudpickle.Pickler.dispatch_table
+        {CodeType: _reduce_code_with_file_name, Tensor: _reduce_tensor}, cloudpickle.Pickler.dispatch_table
     )

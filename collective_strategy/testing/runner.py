@@ -37,7 +37,7 @@ def run_ranks(
     fn: Callable[..., Any],
     *args: Any,
     backend: str | type | None = "auto",
-    ranks: str = "process",
+    ranks: str = "auto",
     mesh: Mapping[str, int] | None = None,
     unions: Mapping[str, Any] | None = None,
     timeout: float = 60,
@@ -56,7 +56,7 @@ def run_ranks(
         backend: A registered name, ``"auto"`` (the one that the environment variable COLLECTIVE_STRATEGY_BACKEND names,
             else torch), a ``Collective`` class, or ``None`` for no collective (``fn`` then gets ``None``).
         ranks: What a rank is with ``backend=None``: a ``"process"`` with the launcher's environment variables, or a
-            thread with a ``"device"`` of XLA's.
+            thread with a ``"device"`` of XLA's; ``"auto"`` is what it is for the backend that ``backend="auto"`` means.
         mesh, unions, collective_options: Handed to the collective's constructor.
         timeout: Seconds, the time-out of the collective's own operations.
         grace: Seconds beyond ``timeout`` after which a rank that has not come back counts as hanging.
@@ -88,7 +88,9 @@ def run_ranks(
         backend = automatic_backend()
     options = {"mesh": mesh, "unions": unions, "timeout": timeout, **collective_options}
     work = work_bytes(fn, args, backend, options)
-    devices = (ranks if backend is None else _kind_of_rank(backend)) == "device"
+    if backend is not None or ranks == "auto":
+        ranks = _kind_of_rank(automatic_backend() if backend is None else backend)
+    devices = ranks == "device"
     with _lock:
         return _Run(n, backend, devices, work, timeout + grace, fresh, dict(env or {})).outcomes()
 

@@ -26,7 +26,8 @@ class Fitted(L.LightningModule):
         self.x, self.whole = batches(self.setting)
 
     def loss(self, step: int, micro: int) -> torch.Tensor:
-        x, whole = self.x[step, micro, self.data, self.k], self.whole[step, micro, self.data]
+        x = self.x[step, micro, self.data, self.k].to(self.device)
+        whole = self.whole[step, micro, self.data].to(self.device)
         part = objective(self.net, x, self.data, self.model, self.setting.checkpointing)
         return part + alike(self.net, whole)
 

@@ -154,7 +154,7 @@ def place(collective: Collective, setting: Setting) -> tuple[int, Coordinates, i
 def train_on_ranks(collective: Collective, setting: Setting) -> dict[str, Any]:
     """A plain loop; what this rank holds at the end."""
     data, model, k = place(collective, setting)
-    net = Network(setting, model)
+    net = Network(setting, model).to(collective.device)
     reducer = GradientReducer(net, collective)
     groups = [[p for name in group for p in getattr(net, name).parameters()] for group in setting.optimizers]
     x, whole = batches(setting)
@@ -164,8 +164,9 @@ def train_on_ranks(collective: Collective, setting: Setting) -> dict[str, Any]:
         for stepper in steppers:
             stepper.zero_grad()
         for micro in range(setting.accumulation):
-            loss = objective(net, x[step, micro, data, k], data, model, setting.checkpointing)
-            loss = (loss + alike(net, whole[step, micro, data])) / setting.accumulation
+            own, common = (batch.to(collective.device) for batch in (x[step, micro, data, k], whole[step, micro, data]))
+            loss = objective(net, own, data, model, setting.checkpointing)
+            loss = (loss + alike(net, common)) / setting.accumulation
             with reducer.backward(sync=micro == setting.accumulation - 1):
                 loss.backward()
         for group, stepper in zip(groups, steppers, strict=True):

@@ -36,7 +36,7 @@ def loss(net, x: torch.Tensor, model: int) -> torch.Tensor:
 
 def inputs() -> torch.Tensor:
     generator = torch.Generator().manual_seed(5)
-    return torch.randn(STEPS, 2, 2, 4, WIDTH, dtype=torch.float64, generator=generator)
+    return torch.randn(STEPS, 2, 2, 4, WIDTH, dtype=torch.float64, generator=generator, device="cpu")
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_model_ranks_with_different_layers_equal_one_process(sizes):
             time.sleep(naps.random() * 2e-3)
             optimizer.zero_grad()
             with reducer.backward():
-                loss(net, x[data, model], model).backward()
+                loss(net, x[data, model].to(collective.device), model).backward()
             norm = reducer.clip_grad_norm_(0.5)
             optimizer.step()
         return {name: p.detach() for name, p in net.named_parameters()}, norm.item()

@@ -197,7 +197,7 @@ def test_lbfgs_calls_its_closure_as_often_as_it_likes():
         def closure_of(optimizer):
             def closure():
                 optimizer.zero_grad()
-                loss = (layer(x[collective.rank]) - 1).square().mean()
+                loss = (layer(x[collective.rank].to(collective.device)) - 1).square().mean()
                 with reducer.backward():
                     loss.backward()
                 return collective.all_reduce(loss.detach(), "mean")

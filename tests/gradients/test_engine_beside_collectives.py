@@ -24,7 +24,7 @@ def layer(name: str, piece: int = 0) -> nn.Linear:
 
 def inputs() -> torch.Tensor:
     generator = torch.Generator().manual_seed(3)
-    return torch.randn(STEPS, 2, 3, WIDTH, dtype=torch.float64, generator=generator)
+    return torch.randn(STEPS, 2, 3, WIDTH, dtype=torch.float64, generator=generator, device="cpu")
 
 
 def part(net, h: torch.Tensor, data: int, model: int) -> torch.Tensor:
@@ -83,7 +83,7 @@ def test_200_steps_equal_one_process(sizes):
 
         for x in inputs():
             optimizer.zero_grad()
-            h = torch.tanh(net["front"](x[data.rank]))
+            h = torch.tanh(net["front"](x[data.rank].to(collective.device)))
             own = part(SimpleNamespace(**net), model.replicate(h), data.rank, model.rank)
             own.register_hook(nap)
             own = net["head"](model.all_reduce(nap(own), to="invariant"))

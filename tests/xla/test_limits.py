@@ -1,0 +1,90 @@
+"""What torch_xla 2.9 gets wrong or lacks by itself, without a collective. Each is named in docs/xla.md; what no longer
+fails can be taken out there."""
+
+import pytest
+import torch
+
+from collective_strategy.collectives.host import host_copy
+from collective_strategy.testing import run_ranks
+
+
+def alone(function):
+    """On one device, without a collective."""
+    return run_ranks(1, function, backend=None, ranks="device")[0].result()
+
+
+def test_graphs_that_differ_in_which_of_two_equal_operands_is_meant_are_taken_for_one():
+    """https://github.com/pytorch/xla/issues/8353"""
+
+    def values(_):
+        import torch_xla
+
+        seen = []
+        for turned in (False, True):
+            x, y = (torch.tensor([value]).to(torch_xla.device()) for value in (3.0, 5.0))
+            torch_xla.sync()
+            double, difference = x * 2, y - x if turned else x - y
+            torch_xla.sync()
+            seen.append((double.item(), difference.item()))
+        return seen
+
+    assert alone(values) == [(6.0, -2.0), (6.0, -2.0)]  # and not (6.0, 2.0)
+
+
+def test_complex128_loses_its_imaginary_part_when_it_is_read():
+    """The device has it: what is computed is right, and what `host_copy` brings."""
+
+    def values(_):
+        import torch_xla
+
+        x = torch.tensor([1 + 2j], dtype=torch.complex128).to(torch_xla.device()) * (1 + 1j)
+        return x.cpu().tolist(), torch.view_as_real(x).tolist(), host_copy(x).tolist()
+
+    assert alone(values) == ([-1.0], [[-1.0, 3.0]], [-1 + 3j])
+
+
+def test_sparse_gradients_are_refused_by_torch():
+    def backward(_):
+        import torch_xla
+
+        table = torch.nn.Embedding(4, 2, sparse=True).to(torch_xla.device())
+        with pytest.raises(NotImplementedError, match="SparseXLA"):
+            table(torch.tensor([0, 2]).to(torch_xla.device())).sum().backward()
+
+    alone(backward)
+
+
+def test_a_rank_gives_back_tensors_of_the_host():
+    """What a rank returns is read in a process that has no XLA device."""
+
+    def values(collective):
+        x = torch.full((2,), float(collective.rank)).to(collective.device)
+        weight = torch.nn.Parameter(x + 1)
+        return {"x": [x], "weight": weight, "complex": torch.complex(x.double(), x.double())}
+
+    for rank, outcome in enumerate(run_ranks(2, values, backend="xla")):
+        result = outcome.result()
+        assert torch.equal(result["x"][0], torch.full((2,), float(rank)))
+        assert isinstance(result["weight"], torch.nn.Parameter)
+        assert result["weight"].tolist() == [rank + 1.0] * 2
+        assert result["complex"].tolist() == [rank + rank * 1j] * 2
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_of_activations_draws_the_same_dropout_again(reentrant):
+    """torch asks a device's module for its random state; XLA's is registered with the collective."""
+
+    def difference(collective):
+        with torch.device(collective.device):
+            layers = torch.nn.Sequential(torch.nn.Dropout(), torch.nn.Linear(64, 1, bias=False))
+            x = torch.ones(1, 64, requires_grad=True)
+        y = torch.utils.checkpoint.checkpoint(layers, x, use_reentrant=reentrant)
+        torch.rand(3, device=collective.device)
+        y.backward()
+        dropped = layers[1].weight.grad[0]  # what the linear layer saw when it ran again
+        return (layers[1].weight[0] @ dropped - y).abs().item(), (dropped == 0).sum().item()
+
+    for outcome in run_ranks(2, difference, backend="xla"):
+        difference_found, zeros = outcome.result()
+        assert difference_found < 1e-5
+        assert 0 < zeros < 64
