@@ -308,6 +308,15 @@ class CollectiveBase(ABC):
 
         return composed_all_to_all(self, x, out, into)
 
+    def _permute(self, x: Tensor, pairs: Sequence[tuple[int, int]]) -> Handle:
+        """The flat tensor of the rank that sends here, zeros if none does; ``x`` is equally long on all ranks.
+
+        Entries may follow that mean nothing.
+        """
+        from collective_strategy.collectives.composed import composed_permute
+
+        return composed_permute(self, x, pairs)
+
     def _send(self, x: Tensor, dst: int) -> Handle:
         raise NotImplementedError(f"the backend {self.backend_name!r} has no send.")
 

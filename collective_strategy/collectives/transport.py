@@ -111,16 +111,9 @@ def received_shapes(x: Tensor, split_dim: int, concat_dim: int, own: int, into: 
 
 def permute(collective: CollectiveBase, x: Tensor, pairs: Sequence[tuple[int, int]]) -> Tensor:
     """The tensor of the rank that sends here; zeros if none does. ``x`` has the same shape on every rank."""
-    sends_to = {source: target for source, target in pairs}
-    hears_from = {target: source for source, target in pairs}
-    flat = _outbound(collective, x).reshape(-1)
-    rank, n = collective.rank, flat.numel()
-    out = [n if sends_to.get(rank) == peer else 0 for peer in range(collective.world_size)]
-    into = [n if hears_from.get(rank) == peer else 0 for peer in range(collective.world_size)]
-    received = exchange(collective, flat if rank in sends_to else flat[:0], out, into)
-    if rank not in hears_from:
-        return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
-    return received.reshape(x.shape)
+    buffer, restore = _bytes_if_needed(collective, _outbound(collective, x))
+    received = _carried(collective, buffer, lambda there: collective._permute(there, pairs))
+    return restore(received[: buffer.numel()]).reshape(x.shape)
 
 
 def halo_exchange(collective: CollectiveBase, x: Tensor, dim: int, before: int, after: int, wrap: bool) -> Tensor:

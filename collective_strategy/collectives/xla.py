@@ -186,10 +186,22 @@ class XLACollective(Collective):
         if all(length == longest for length in into):
             return handle
         arrived = handle.wait()
-        wanted = [rank * longest + i for rank, length in enumerate(into) for i in range(length)]
+        wanted = torch.cat([torch.arange(length, device="cpu") + rank * longest for rank, length in enumerate(into)])
         # a power of two again, so that few programs are compiled; what follows the pieces means nothing
-        wanted += [0] * ((1 << max(0, (len(wanted) - 1).bit_length())) - len(wanted))
+        padding = (1 << max(0, (wanted.numel() - 1).bit_length())) - wanted.numel()
+        wanted = torch.nn.functional.pad(wanted, (0, padding))
         return CompletedHandle(arrived.index_select(0, self._replica.upload(wanted)))
+
+    def _permute(self, x: Tensor, pairs: Sequence[tuple[int, int]]) -> Handle:
+        """XLA's own among all replicas. It waits for all of them, so in groups it would hang if one does something else."""
+        if x.numel() == 0:
+            return CompletedHandle(x)
+        if len(self._groups) > 1:
+            return super()._permute(x, pairs)
+        _, xm, _ = import_xla()
+        replicas = self._groups[0] if self._groups else range(self.world_size)
+        between = [[replicas[source], replicas[target]] for source, target in pairs]
+        return _Deferred(self, lambda: xm.collective_permute(x, between))
 
     # -- the operations of torch_xla -----------------------------------------------------------------------------------
 
@@ -314,13 +326,14 @@ def _as_number(x: Tensor) -> Tensor:
     return x.to(torch.uint8) if x.dtype is torch.bool else x
 
 
-def _positions(lengths: Sequence[int], longest: int, end: int) -> list[int]:
-    """Where each entry of the padded pieces comes from; ``end`` for the padding."""
-    positions, start = [], 0
-    for length in lengths:
-        positions += [*range(start, start + length), *[end] * (longest - length)]
+def _positions(lengths: Sequence[int], longest: int, end: int) -> Tensor:
+    """Where each entry of the padded pieces comes from; ``end`` for the padding. On the host."""
+    positions = torch.full((len(lengths), longest), end, device="cpu")
+    start = 0
+    for row, length in zip(positions, lengths, strict=True):
+        row[:length] = torch.arange(start, start + length, device="cpu")
         start += length
-    return positions
+    return positions.reshape(-1)
 
 
 def _picked(x: Tensor, positions: Tensor) -> Tensor:

@@ -53,3 +53,13 @@ def filled(*layers: nn.Module, value: float = 1.0) -> nn.ModuleList:
         for parameter in module.parameters():
             parameter.fill_(value)
     return module
+
+
+def drawn(module: nn.Module, seed: int) -> Any:
+    """With weights that depend on the seed only, whatever the device and whoever else draws random numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            numbers = torch.randn(parameter.shape, dtype=parameter.dtype, generator=generator, device="cpu")
+            parameter.copy_(numbers / 2)
+    return module

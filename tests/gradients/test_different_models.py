@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from engine_ranks import MESH_2X2, common, per_rank
+from engine_ranks import MESH_2X2, common, drawn, per_rank
 from torch import nn
 
 from collective_strategy import GradientReducer
@@ -18,8 +18,7 @@ ALL = ["first", "last", *LAYERS[0], *LAYERS[1]]
 
 
 def layer(name: str) -> nn.Linear:
-    torch.manual_seed(ALL.index(name))
-    return nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+    return drawn(nn.Linear(WIDTH, WIDTH, dtype=torch.float64), ALL.index(name))
 
 
 def build(model: int) -> nn.ModuleDict:

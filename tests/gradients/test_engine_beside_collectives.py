@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from engine_ranks import MESH_2X2, per_rank
+from engine_ranks import MESH_2X2, drawn, per_rank
 from torch import nn
 
 from collective_strategy import GradientReducer
@@ -18,8 +18,7 @@ NAMES = ("front", "first", "second", "piece", "head", "idle")
 
 
 def layer(name: str, piece: int = 0) -> nn.Linear:
-    torch.manual_seed(10 * NAMES.index(name) + piece)
-    return nn.Linear(WIDTH, WIDTH, bias=name != "piece", dtype=torch.float64)
+    return drawn(nn.Linear(WIDTH, WIDTH, bias=name != "piece", dtype=torch.float64), 10 * NAMES.index(name) + piece)
 
 
 def inputs() -> torch.Tensor:

@@ -125,3 +125,43 @@ def fit_here(_: Any, backend: str, n: int, folder: str | None, mesh=None, resume
     else:
         rank = int(os.environ["RANK"])
     return fit(rank % 2, backend, n, folder, mesh, resume)
+
+
+BATCH = 4
+
+
+def own_batches(rank: int, n: int, micro_batches: int) -> TensorDataset:
+    """This rank's samples, in order."""
+    x, y = data(1, BATCH * n * micro_batches).tensors
+    return TensorDataset(x[rank::n], y[rank::n])
+
+
+def fit_clipped(_: Any, n: int, accumulation: int, clip: dict[str, Any]) -> tuple[dict[str, Any], int]:
+    """20 steps, clipped, on this rank's own batches; the weights on the host and the number of steps."""
+    import torch_xla.runtime as runtime
+
+    module = Net(0, False)
+    run = trainer("xla", "auto", None, accumulate_grad_batches=accumulation, use_distributed_sampler=False, **clip)
+    run.fit(module, DataLoader(own_batches(runtime.global_ordinal(), n, STEPS * accumulation), BATCH))
+    run.strategy.collective.teardown()
+    return dict(module.state_dict()), run.global_step
+
+
+def fit_in_one_process(n: int, accumulation: int, clip: dict[str, Any]) -> tuple[dict[str, Any], int]:
+    """The weights that a plain loop gives on the batches of all ranks, and how often it clipped."""
+    module = Net(0, False)
+    optimizer, clipped = module.configure_optimizers(), 0
+    batches = [list(DataLoader(own_batches(rank, n, STEPS * accumulation), BATCH)) for rank in range(n)]
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for micro in range(accumulation):
+            for rank in range(n):
+                (module.loss(batches[rank][step * accumulation + micro]) / (n * accumulation)).backward()
+        parameters, limit = list(module.parameters()), clip["gradient_clip_val"]
+        if clip["gradient_clip_algorithm"] == "norm":
+            clipped += int(nn.utils.clip_grad_norm_(parameters, limit) > limit)
+        else:
+            clipped += int(max(p.grad.abs().max() for p in parameters if p.grad is not None) > limit)
+            nn.utils.clip_grad_value_(parameters, limit)
+        optimizer.step()
+    return dict(module.state_dict()), clipped

@@ -44,6 +44,18 @@ def test_shared_weights_on_a_mesh_are_those_of_torch_distributed():
     assert not torch.equal(ours[0]["weights"]["own.weight"], ours[1]["weights"]["own.weight"])
 
 
+@pytest.mark.parametrize(("algorithm", "limit"), [("norm", 0.1), ("value", 0.02)])
+@pytest.mark.parametrize(("n", "accumulation"), [(2, 2), pytest.param(4, 3, marks=pytest.mark.extended)])
+def test_clipped_and_accumulated_it_equals_one_process(n, accumulation, algorithm, limit):
+    clip = {"gradient_clip_val": limit, "gradient_clip_algorithm": algorithm}
+    expected, clipped = fitted.fit_in_one_process(n, accumulation, clip)
+    assert clipped == fitted.STEPS
+    for outcome in run_ranks(n, fitted.fit_clipped, n, accumulation, clip, backend=None, ranks="device", timeout=100):
+        weights, steps = outcome.result()
+        assert steps == fitted.STEPS
+        assert max((weights[name] - value).abs().max().item() for name, value in expected.items()) < 1e-6
+
+
 def test_nothing_is_compiled_after_the_second_step():
     def counts(_):
         compilations = fitted.Compilations()
