@@ -95,6 +95,10 @@ class XLACollective(Collective):
         """XLA wants to know the groups of all ranks, not only the own one."""
         return _complete_partition([[self.ranks[r] for r in group] for group in partition.groups()], self.global_size)
 
+    def _require_usable(self, operation: str) -> None:
+        super()._require_usable(operation)
+        self._replica.require_own_thread(operation)
+
     def _settle(self) -> None:
         """Where ranks share a process, and with it its programs, a backward is a graph of its own.
 

@@ -84,6 +84,19 @@ class Replica:
         if self.waits:
             xla_model.wait_device_ops([str(self.device)])
 
+    def require_own_thread(self, operation: str) -> None:
+        """
+        Raises:
+            CollectiveStateError: the calling thread would use another replica's device.
+        """
+        device = import_xla()[0].device()
+        if device != self.device:
+            raise CollectiveStateError(
+                f"{operation} of rank {self.rank}, whose device is {self.device}, was called in a thread whose device "
+                f"is {device}: torch_xla gives each thread a device, and threads of yours the first one. Call it in the "
+                "thread that runs the rank, and hand over results."
+            )
+
     def upload(self, value: Any) -> Tensor:
         """A value that differs by rank, as data: as a constant it would make the ranks' graphs differ."""
         # a tensor without dims would become a constant all the same
