@@ -23,6 +23,7 @@ from collective_strategy.collectives.xla_runtime import (
     import_xla,
     join_launcher,
     refuse_other_size,
+    refuse_processes_on_cpus,
     replica_environment,
 )
 
@@ -74,6 +75,7 @@ class XLACollective(Collective):
     @classmethod
     def launch_environment(cls) -> LaunchEnvironment:
         join_launcher()
+        refuse_processes_on_cpus()
         return replica_environment()
 
     # -- set-up --------------------------------------------------------------------------------------------------------

@@ -82,7 +82,7 @@ class Replica:
         torch_xla, xla_model, _ = import_xla()
         torch_xla.sync()
         if self.waits:
-            xla_model.wait_device_ops([str(self.device)])
+            xla_model.wait_device_ops()
 
     def require_own_thread(self, operation: str) -> None:
         """
@@ -190,6 +190,23 @@ def refuse_other_size(environment: LaunchEnvironment, replica: Replica) -> None:
         "testing.run_ranks(n, ..., backend='xla') or Trainer(strategy='collective_xla'), which run one thread per "
         "device."
     )
+
+
+def refuse_processes_on_cpus() -> None:
+    """
+    Raises:
+        CollectiveError: a launcher started several processes, and XLA's devices are CPUs: each would be alone.
+    """
+    if "RANK" not in os.environ or _threads.is_replica or import_xla()[2].device_type() != "CPU":
+        return
+    launched = read_environment()
+    if launched.world_size > 1:
+        raise CollectiveError(
+            f"{launched.source} started {launched.world_size} processes, of which this is rank {launched.rank}, but "
+            "XLA's CPU devices are reached from their own process only: each would be alone. Start one process: "
+            "Trainer(devices=n, strategy='collective_xla') and collective_strategy.testing.run_ranks(n, ..., "
+            "backend='xla') run a thread per device in it."
+        )
 
 
 def _local_processes() -> int:

@@ -11,7 +11,10 @@ abort:
 4. No buffers are donated to a program: their release would wait for it, in that turn.
 5. Each device has a tensor that lives: without one, torch_xla waits for device 0 instead.
 
-And reading a value compiles too, so the graph is cut before. On TPUs, with one process per chip, none of this is
+And reading a value compiles too, so the graph is cut before. It is cut after each step of an optimizer too: torch_xla
+takes graphs for the same that differ only in which of several equal nodes an operation uses
+(https://github.com/pytorch/xla/issues/8353), so of ranks that use updated weights in different orders one would run the
+program of another, which they share. On TPUs, with one process per chip, none of this is
 needed and nothing here runs.
 """
 
@@ -25,6 +28,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 
 from collective_strategy.collectives.errors import CollectiveStateError
@@ -71,7 +75,7 @@ def run_on_cpu_devices(devices: int, function: Callable[[int], T]) -> list[T]:
             f"{runtime.addressable_device_count()} {runtime.device_type()} device(s) in this process, which cannot be "
             "changed any more. Ask for them before anything uses XLA, or in a process of its own."
         )
-    with _one_compiles_at_a_time(torch_xla):
+    with _one_compiles_at_a_time(torch_xla), _cut_after_steps(torch_xla):
 
         def in_thread() -> T:
             alive = torch.zeros(1).to(torch_xla.device())
@@ -120,6 +124,15 @@ def _one_compiles_at_a_time(torch_xla: Any) -> Iterator[None]:
         for name, original in originals.items():
             setattr(extension, name, original)
         extension._xla_wait_device_ops = wait
+
+
+@contextmanager
+def _cut_after_steps(torch_xla: Any) -> Iterator[None]:
+    hook = register_optimizer_step_post_hook(lambda *_: torch_xla.sync())
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 _READING = {

@@ -25,6 +25,7 @@ from collective_strategy.strategies.names import LightningNames
 from collective_strategy.strategies.registration import register
 from collective_strategy.strategies.strategy import CollectiveStrategyBehaviour
 from collective_strategy.strategies.xla import (
+    ChipLauncherBehaviour,
     XLADevicesAccelerator,
     XLAEnvironmentBehaviour,
     XLAStrategyBehaviour,
@@ -91,10 +92,15 @@ class XLADevices(XLADevicesAccelerator, CPUAccelerator):
     __doc__ = XLADevicesAccelerator.__doc__
 
 
+class ChipLauncher(ChipLauncherBehaviour, ProcessLauncher):
+    __doc__ = ChipLauncherBehaviour.__doc__
+
+
 class XLACollectiveStrategy(XLAStrategyBehaviour, CollectiveStrategy):
     __doc__ = XLAStrategyBehaviour.__doc__
     xla_environment_class = XLAEnvironment
     devices_accelerator_class = XLADevices
+    chip_launcher_class = ChipLauncher
 
 
 CollectiveStrategy.by_backend = {"xla": XLACollectiveStrategy}

@@ -1,6 +1,9 @@
 """What differs under XLA: devices that exist in the launched rank only, graphs that end with a step, ties, the host."""
 
 import copy
+import os
+import pickle
+import tempfile
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -17,9 +20,11 @@ from collective_strategy.collectives.xla_runtime import (
     is_replica,
     is_tpu_host,
     join_launcher,
+    refuse_processes_on_cpus,
     replica_environment,
 )
 from collective_strategy.collectives.xla_threads import run_on_cpu_devices
+from collective_strategy.strategies.launchers import ProcessLauncherBehaviour
 from collective_strategy.strategies.strategy import CollectiveStrategyBehaviour
 
 if TYPE_CHECKING:
@@ -106,26 +111,55 @@ class DeviceThreadsLauncher(_Launcher):
         """Threads end with their process."""
 
 
-class ChipLauncher(_Launcher):
-    """Starts one process per chip of this host."""
-
-    def __init__(self, start_method: str) -> None:
-        self._start_method = "fork" if start_method == "popen" else start_method
-
-    @property
-    def is_interactive_compatible(self) -> bool:
-        return self._start_method == "fork"
+class ChipLauncherBehaviour(ProcessLauncherBehaviour):
+    """Starts one process per chip of this host by torch_xla; what the first one has at the end comes back."""
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any | None = None, **kwargs: Any) -> Any:
         torch_xla, _, _ = import_xla()
-        torch_xla.launch(_on_chip, (function, args, kwargs), start_method=self._start_method)
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "results")
+            work = (self, trainer, function, args, kwargs, path)
+            if self._start_method == "fork":
+                # torch_xla pickles what it is given, and a script's modules cannot always be pickled
+                _inherited.append(work)
+                try:
+                    torch_xla.launch(_on_chip, start_method="fork")
+                finally:
+                    _inherited.pop()
+            else:
+                torch_xla.launch(_on_chip, work, start_method=self._start_method)
+            with open(path, "rb") as file:
+                output = pickle.load(file)
+        if trainer is None:
+            return output
+        self._recover_results_in_main_process(output, trainer)
+        return output.trainer_results
+
+    def run_on_chip(
+        self, trainer: Any | None, function: Callable[..., Any], args: Any, kwargs: dict[str, Any], path: str
+    ) -> None:
+        """In a started process; the first one writes its results to a file."""
+        try:
+            results = function(*args, **kwargs)
+            if trainer is not None:
+                results = self._collect_rank_zero_results(trainer, results)
+            if self._strategy.local_rank == 0:
+                with open(path, "wb") as file:
+                    pickle.dump(_on_host(results), file)
+        finally:
+            self._strategy.collective.teardown()  # type: ignore[attr-defined]
 
     def kill(self, signum: Any) -> None:
         """torch_xla ends its processes."""
 
 
-def _on_chip(index: int, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
-    function(*args, **kwargs)
+# What a forked process finds here; one launch at a time.
+_inherited: list[tuple[Any, ...]] = []
+
+
+def _on_chip(index: int, *work: Any) -> None:
+    launcher, *rest = work or _inherited[-1]
+    launcher.run_on_chip(*rest)
 
 
 class ThreadRank:
@@ -161,6 +195,7 @@ class XLAStrategyBehaviour(CollectiveStrategyBehaviour):
 
     xla_environment_class: ClassVar[Any]
     devices_accelerator_class: ClassVar[Any]
+    chip_launcher_class: ClassVar[Any]
     _replica: Replica | None = None
 
     def __init__(self, *args: Any, **settings: Any) -> None:
@@ -228,8 +263,10 @@ class XLAStrategyBehaviour(CollectiveStrategyBehaviour):
         if is_replica():
             self._launcher = None
         elif is_tpu_host():
-            self._launcher = ChipLauncher(self._start_method)
+            method = "fork" if self._start_method == "popen" else self._start_method
+            self._launcher = self.chip_launcher_class(self, start_method=method)
         else:
+            refuse_processes_on_cpus()
             self._launcher = DeviceThreadsLauncher(self.num_processes)
 
     # -- the run ---------------------------------------------------------------------------------------------------

@@ -1,11 +1,12 @@
-"""The tests of the gradient engine, unchanged, on XLA:CPU devices; those that are not here say why."""
+"""The tests of the gradient engine and of shared weights, unchanged, on XLA:CPU devices; those that are not here say why."""
 
 import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "gradients"))
+for folder in ("gradients", "cases"):
+    sys.path.insert(0, str(Path(__file__).parents[1] / folder))
 
 import test_different_models
 import test_engine
@@ -17,6 +18,7 @@ import test_equals_one_process
 import test_norms
 import test_random_sequences
 import test_scaling_fit
+import test_shared_weights
 
 from collective_strategy.collectives.registry import BACKEND_VARIABLE
 
@@ -27,6 +29,7 @@ MODULES = (
     test_norms,
     test_engine_counts,
     test_scaling_fit,
+    test_shared_weights,
     test_equals_one_process,
     test_different_models,
     test_random_sequences,
@@ -45,6 +48,8 @@ NOT_HERE = {
     "test_choosing_among_plans_costs_one_more_until_none_was_chosen_for_100_backwards": NO_BUCKETS,
     "test_gradients_lie_in_the_buckets_memory_which_is_used_again_when_nobody_holds_them": NO_BUCKETS,
     "test_one_all_reduce_per_bucket_and_none_on_inner_micro_batches": NO_BUCKETS,
+    "test_a_weight_tied_in_one_process_stays_one_and_is_reduced_once": NO_BUCKETS,
+    "test_partial_gradients_are_summed_and_whole_ones_averaged_in_one_backward": NO_BUCKETS,
     "test_reentrant_checkpoints_are_overlapped_once_they_are_known": NO_BUCKETS,
     "test_small_gradients_share_a_bucket": NO_BUCKETS,
     "test_sparse_and_complex_gradients_have_a_norm": NO_SPARSE,
