@@ -1,8 +1,8 @@
 """Several XLA:CPU devices in one process, a thread for each: real collectives on any computer.
 
 XLA:CPU has no processes that reach each other, but its devices within a process do. torch_xla was not written for
-threads that compile at the same time, so five conditions hold here; each one that is left out ends in a deadlock or an
-abort:
+threads that compile at the same time, so six conditions hold here. Without the last one results can be wrong; each other
+one that is left out ends in a deadlock or an abort:
 
 1. Executions that wait inside a collective occupy a thread of XLA's pool each: it has more threads than devices.
 2. Replicas that compile the same graph at the same time get two programs, which never meet: compiling is done by one
@@ -10,17 +10,18 @@ abort:
 3. A thread waits for its own device before it takes that turn, and never while it has it.
 4. No buffers are donated to a program: their release would wait for it, in that turn.
 5. Each device has a tensor that lives: without one, torch_xla waits for device 0 instead.
+6. Only programs that communicate are shared. torch_xla takes graphs for the same that differ only in which of several
+   equal nodes an operation uses (https://github.com/pytorch/xla/issues/8353), so a rank that uses layers in another
+   order would run another rank's program. All other graphs get a tensor more, whose shape tells the rank.
 
-And reading a value compiles too, so the graph is cut before. It is cut after each step of an optimizer too: torch_xla
-takes graphs for the same that differ only in which of several equal nodes an operation uses
-(https://github.com/pytorch/xla/issues/8353), so of ranks that use updated weights in different orders one would run the
-program of another, which they share. On TPUs, with one process per chip, none of this is
+And reading a value compiles too, so the graph is cut before, and after each step of an optimizer. On TPUs, with one process per chip, none of this is
 needed and nothing here runs.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,6 +37,7 @@ from collective_strategy.collectives.xla_runtime import TOKEN_VARIABLE, as_repli
 
 T = TypeVar("T")
 DEVICES_VARIABLE = "CPU_NUM_DEVICES"
+_COMMUNICATING = re.compile("_xla_.*(all_reduce|all_gather|reduce_scatter|all_to_all|permute|send|recv).*")
 _COMPILING = ("_xla_step_marker", "_xla_sync_multi", "_xla_warm_up_cache", "_xla_get_cpu_tensors")
 
 
@@ -91,9 +93,11 @@ def run_on_cpu_devices(devices: int, function: Callable[[int], T]) -> list[T]:
 @contextmanager
 def _one_compiles_at_a_time(torch_xla: Any) -> Iterator[None]:
     extension = torch_xla._XLAC
-    xla_model = import_xla()[1]
+    _, xla_model, runtime = import_xla()
     wait = extension._xla_wait_device_ops
-    originals = {name: getattr(extension, name) for name in _COMPILING}
+    communicating = [name for name in dir(extension) if _COMMUNICATING.fullmatch(name)]
+    originals = {name: getattr(extension, name) for name in (*_COMPILING, *communicating)}
+    communicates: set[str] = set()  # devices with a collective in their graph
     turn = threading.RLock()
 
     def own_device() -> str:
@@ -108,15 +112,27 @@ def _one_compiles_at_a_time(torch_xla: Any) -> Iterator[None]:
             waits = settings.pop("wait", None)
             wait_for_own()
             with turn:
+                shared = own_device() in communicates
+                tag = None if shared else torch.ones(2 + runtime.global_ordinal(), device=torch_xla.device())
                 result = original(*args, **settings, **({} if waits is None else {"wait": False}))
+                del tag
+            if original is originals["_xla_step_marker"]:
+                communicates.discard(own_device())
             if waits:
                 wait_for_own()
             return result
 
         return compile_and_start
 
+    def recorded(original: Callable[..., Any]) -> Callable[..., Any]:
+        def record(*args: Any, **settings: Any) -> Any:
+            communicates.add(own_device())
+            return original(*args, **settings)
+
+        return record
+
     for name, original in originals.items():
-        setattr(extension, name, in_turn(original))
+        setattr(extension, name, in_turn(original) if name in _COMPILING else recorded(original))
     extension._xla_wait_device_ops = wait_for_own
     try:
         yield

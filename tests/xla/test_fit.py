@@ -1,6 +1,6 @@
 """A Trainer on XLA:CPU devices gives the weights that torch.distributed gives, and compiles a step once."""
 
-import fitted
+import fitted_nets
 import pytest
 import torch
 
@@ -12,7 +12,9 @@ MESH = {"data": 2, "model": 2}
 def on(backend: str, n: int, *settings):
     ranks = "device" if backend == "xla" else "process"
     fresh = backend != "xla"  # Lightning imports torch_xla, which changes the environment
-    outcomes = run_ranks(n, fitted.fit_here, backend, n, *settings, backend=None, ranks=ranks, timeout=100, fresh=fresh)
+    outcomes = run_ranks(
+        n, fitted_nets.fit_here, backend, n, *settings, backend=None, ranks=ranks, timeout=100, fresh=fresh
+    )
     return [outcome.result() for outcome in outcomes]
 
 
@@ -30,7 +32,7 @@ def test_data_parallel_weights_are_those_of_torch_distributed(n, tmp_path):
     for one, other in zip(ours, theirs, strict=True):
         assert largest_difference(one, other) < 1e-6
         assert largest_difference(one, ours[0]) == 0
-        assert (one["rank"], one["steps"], one["tied"]) == (other["rank"], fitted.STEPS, True)
+        assert (one["rank"], one["steps"], one["tied"]) == (other["rank"], fitted_nets.STEPS, True)
         assert one["metrics"] == pytest.approx(other["metrics"], rel=1e-4)
     read = torch.load(tmp_path / "xla" / "last.ckpt", weights_only=True)
     assert {value.device.type for value in read["state_dict"].values()} == {"cpu"}
@@ -48,19 +50,21 @@ def test_shared_weights_on_a_mesh_are_those_of_torch_distributed():
 @pytest.mark.parametrize(("n", "accumulation"), [(2, 2), pytest.param(4, 3, marks=pytest.mark.extended)])
 def test_clipped_and_accumulated_it_equals_one_process(n, accumulation, algorithm, limit):
     clip = {"gradient_clip_val": limit, "gradient_clip_algorithm": algorithm}
-    expected, clipped = fitted.fit_in_one_process(n, accumulation, clip)
-    assert clipped == fitted.STEPS
-    for outcome in run_ranks(n, fitted.fit_clipped, n, accumulation, clip, backend=None, ranks="device", timeout=100):
+    expected, clipped = fitted_nets.fit_in_one_process(n, accumulation, clip)
+    assert clipped == fitted_nets.STEPS
+    for outcome in run_ranks(
+        n, fitted_nets.fit_clipped, n, accumulation, clip, backend=None, ranks="device", timeout=100
+    ):
         weights, steps = outcome.result()
-        assert steps == fitted.STEPS
+        assert steps == fitted_nets.STEPS
         assert max((weights[name] - value).abs().max().item() for name, value in expected.items()) < 1e-6
 
 
 def test_nothing_is_compiled_after_the_second_step():
     def counts(_):
-        compilations = fitted.Compilations()
-        run = fitted.trainer("xla", "auto", None, steps=52, callbacks=[compilations])
-        run.fit(fitted.Net(0, False), fitted.DataLoader(fitted.data(1, 2 * 4 * 60), 4))
+        compilations = fitted_nets.Compilations()
+        run = fitted_nets.trainer("xla", "auto", None, steps=52, callbacks=[compilations])
+        run.fit(fitted_nets.Net(0, False), fitted_nets.DataLoader(fitted_nets.data(1, 2 * 4 * 60), 4))
         run.strategy.collective.teardown()
         return compilations.counts
 

@@ -17,7 +17,7 @@ with collective_strategy.init("xla") as collective:
     print("sum", collective.all_reduce(torch.ones(1).to(collective.device)).item())
 """
 FIT = """
-import fitted
+import fitted_nets
 import lightning as L
 
 if __name__ == "__main__":
@@ -26,10 +26,10 @@ if __name__ == "__main__":
         def on_train_end(self, trainer, module):
             print(module.last.weight.device.type, "rank", trainer.global_rank, "of", trainer.world_size)
 
-    trainer = fitted.trainer("xla", DEVICES, None, steps=2, callbacks=[Telling()])
+    trainer = fitted_nets.trainer("xla", DEVICES, None, steps=2, callbacks=[Telling()])
     print("launcher", type(trainer.strategy._launcher).__name__)
-    module, start = fitted.Net(0, False), fitted.Net(0, False).last.weight
-    trainer.fit(module, fitted.DataLoader(fitted.data(1, 32), 4))
+    module, start = fitted_nets.Net(0, False), fitted_nets.Net(0, False).last.weight
+    trainer.fit(module, fitted_nets.DataLoader(fitted_nets.data(1, 32), 4))
     print("steps done:", trainer.global_step, "trained:", bool((module.last.weight != start).all()))
 """
 ON_A_TPU_HOST = """

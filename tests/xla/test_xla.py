@@ -1,6 +1,6 @@
 """What is peculiar to XLA: graphs that must be alike, programs that are compiled, a runtime that ends the process."""
 
-import fitted
+import fitted_nets
 import pytest
 import torch
 
@@ -76,7 +76,7 @@ def test_a_step_has_one_collective_per_group_with_gradients():
     """Over the data axis the private weights; over all ranks the shared ones, and the flags with both."""
 
     def calls(collective):
-        model = torch.nn.Sequential(SharedModule(fitted.layer(3, 3, 1), over="model"), fitted.layer(3, 3, 2))
+        model = torch.nn.Sequential(SharedModule(fitted_nets.layer(3, 3, 1), over="model"), fitted_nets.layer(3, 3, 2))
         model.to(collective.device)
         reducer = GradientReducer(model, collective)
         collective.made = []
@@ -159,8 +159,8 @@ def test_a_trainer_on_a_tpu_host():
             strategy="collective_xla", max_steps=2, logger=False, enable_checkpointing=False,
             enable_progress_bar=False, enable_model_summary=False,
         )  # fmt: skip
-        net = fitted.Net(0, False)
-        trainer.fit(net, fitted.DataLoader(fitted.data(1, 32), 4))
+        net = fitted_nets.Net(0, False)
+        trainer.fit(net, fitted_nets.DataLoader(fitted_nets.data(1, 32), 4))
         trainer.strategy.collective.teardown()
         kinds = type(trainer.accelerator).__name__, type(trainer.precision_plugin).__name__
         return kinds, trainer.world_size, trainer.global_step, net.last.weight.detach().sum().item()
