@@ -199,7 +199,7 @@ class XLACollective(Collective):
         return CompletedHandle(arrived.index_select(0, self._replica.upload(wanted)))
 
     def _permute(self, x: Tensor, pairs: Sequence[tuple[int, int]]) -> Handle:
-        """XLA's own among all replicas. It waits for all of them, so in groups it would hang if one does something else."""
+        """XLA's own among all replicas. It waits for all of them, so groups that do other things would hang."""
         if x.numel() == 0:
             return CompletedHandle(x)
         if len(self._groups) > 1:

@@ -93,8 +93,8 @@ class Replica:
         if device != self.device:
             raise CollectiveStateError(
                 f"{operation} of rank {self.rank}, whose device is {self.device}, was called in a thread whose device "
-                f"is {device}: torch_xla gives each thread a device, and threads of yours the first one. Call it in the "
-                "thread that runs the rank, and hand over results."
+                f"is {device}: torch_xla gives each thread a device, and threads of yours the first one. Call it in "
+                "the thread that runs the rank, and hand over results."
             )
 
     def upload(self, value: Any) -> Tensor:

@@ -1,8 +1,8 @@
 """Several XLA:CPU devices in one process, a thread for each: real collectives on any computer.
 
 XLA:CPU has no processes that reach each other, but its devices within a process do. torch_xla was not written for
-threads that compile at the same time, so six conditions hold here. Without the last one results can be wrong; each other
-one that is left out ends in a deadlock or an abort:
+threads that compile at the same time, so six conditions hold here. Without the last one results can be wrong; without
+any other one there is a deadlock or an abort:
 
 1. Executions that wait inside a collective occupy a thread of XLA's pool each: it has more threads than devices.
 2. Replicas that compile the same graph at the same time get two programs, which never meet: compiling is done by one
@@ -14,8 +14,8 @@ one that is left out ends in a deadlock or an abort:
    equal nodes an operation uses (https://github.com/pytorch/xla/issues/8353), so a rank that uses layers in another
    order would run another rank's program. All other graphs get a tensor more, whose shape tells the rank.
 
-And reading a value compiles too, so the graph is cut before, and after each step of an optimizer. On TPUs, with one process per chip, none of this is
-needed and nothing here runs.
+And reading a value compiles too, so the graph is cut before, and after each step of an optimizer. On TPUs, with one
+process per chip, none of this is needed and nothing here runs.
 """
 
 from __future__ import annotations

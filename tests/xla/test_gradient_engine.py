@@ -1,12 +1,12 @@
-"""The tests of the gradient engine and of shared weights, unchanged, on XLA:CPU devices; those that are not here say why."""
+"""The tests of the gradient engine and of shared weights, unchanged, on XLA:CPU devices; what is not here says why."""
 
 import sys
 from pathlib import Path
 
 import pytest
 
-for folder in ("gradients", "cases"):
-    sys.path.insert(0, str(Path(__file__).parents[1] / folder))
+sys.path.insert(0, str(Path(__file__).parents[1] / "gradients"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "cases"))
 
 import test_different_models
 import test_engine
