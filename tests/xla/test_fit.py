@@ -72,3 +72,24 @@ def test_nothing_is_compiled_after_the_second_step():
         steps = outcome.result()
         assert len(steps) == 52
         assert steps[-1] == steps[1]
+
+
+def test_batches_of_a_new_size_are_compiled_anew():
+    """The counter of the test above counts."""
+
+    def counts(_):
+        compilations = fitted_nets.Compilations()
+        run = fitted_nets.trainer("xla", "auto", None, steps=4, callbacks=[compilations], use_distributed_sampler=False)
+        sizes = [list(range(4 * k, 4 * k + 4)) for k in range(3)] + [[0, 1, 2]]
+        dataset = fitted_nets.data(1, 12)
+        batches = [
+            tuple(torch.stack(column) for column in zip(*(dataset[i] for i in size), strict=True)) for size in sizes
+        ]
+        run.fit(fitted_nets.Net(0, False), fitted_nets.DataLoader(batches, batch_size=None))
+        run.strategy.collective.teardown()
+        return compilations.counts
+
+    for outcome in run_ranks(2, counts, backend=None, ranks="device", timeout=100):
+        _, second, third, fourth = outcome.result()
+        assert second == third
+        assert fourth > third

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from collective_strategy.collectives.host import host_copy
-from collective_strategy.testing import run_ranks
+from collective_strategy.testing import WorkerDiedError, run_ranks
 
 
 def alone(function):
@@ -41,6 +41,43 @@ def test_complex128_loses_its_imaginary_part_when_it_is_read():
         return x.cpu().tolist(), torch.view_as_real(x).tolist(), host_copy(x).tolist()
 
     assert alone(values) == ([-1.0], [[-1.0, 3.0]], [-1 + 3j])
+
+
+def test_torch_xlas_own_broadcast_lets_a_nan_of_another_rank_through():
+    """What `test_xla.test_a_nan_stays_where_it_belongs` would see."""
+
+    def value(_):
+        import torch_xla
+        from torch_xla import runtime
+        from torch_xla.core import xla_model
+
+        x = torch.tensor([7.0 if runtime.global_ordinal() == 1 else float("nan")]).to(torch_xla.device())
+        torch_xla.sync()
+        xla_model.collective_broadcast([x], root_ordinal=1, pin_layout=False)
+        torch_xla.sync()
+        return x.isnan().item()
+
+    assert [outcome.result() for outcome in run_ranks(2, value, backend=None, ranks="device")] == [True, True]
+
+
+@pytest.mark.extended
+def test_without_a_cut_what_one_rank_has_pending_ends_all():
+    """What `test_xla.test_what_one_rank_alone_has_pending_hangs_nobody` would see."""
+
+    def value(_):
+        import torch_xla
+        from torch_xla import runtime
+        from torch_xla.core import xla_model
+
+        x = torch.ones(2).to(torch_xla.device())
+        torch_xla.sync()
+        pending = x.sin() if runtime.global_ordinal() == 0 else None
+        total = xla_model.all_reduce("sum", x, pin_layout=False)
+        torch_xla.sync()
+        return total.tolist(), pending is None
+
+    for outcome in run_ranks(2, value, backend=None, ranks="device", timeout=40, fresh=True):
+        assert isinstance(outcome.error, WorkerDiedError)
 
 
 def test_sparse_gradients_are_refused_by_torch():
