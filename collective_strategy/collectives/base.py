@@ -323,9 +323,6 @@ class CollectiveBase(ABC):
     def _recv(self, x: Tensor, src: int) -> Handle:
         raise NotImplementedError(f"the backend {self.backend_name!r} has no recv.")
 
-    def _settle(self) -> None:  # noqa: B027
-        """Before and after a backward pass; for backends that record operations to run them later. Local."""
-
     def _is_timeout(self, error: BaseException) -> bool:
         """Whether an exception of the backend's library means that a rank did not come in time."""
         text = str(error).lower()

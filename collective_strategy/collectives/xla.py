@@ -101,16 +101,6 @@ class XLACollective(Collective):
         super()._require_usable(operation)
         self._replica.require_own_thread(operation)
 
-    def _settle(self) -> None:
-        """On CPUs, where a graph more costs little, a backward is a graph of its own.
-
-        torch_xla takes two graphs for the same that differ only in which of several equal nodes an operation uses
-        (https://github.com/pytorch/xla/issues/8353), such as x - y and y - x beside 2 x: a step that runs layers in
-        another order than the last one could run its program. A backward on what forward left has no such choice.
-        """
-        if self._replica.waits:
-            self._replica.cut()
-
     @property
     def global_size(self) -> int:
         """Number of replicas of the whole job."""

@@ -14,8 +14,9 @@ any other one there is a deadlock or an abort:
    equal nodes an operation uses (https://github.com/pytorch/xla/issues/8353), so a rank that uses layers in another
    order would run another rank's program. All other graphs get a tensor more, whose shape tells the rank.
 
-And reading a value compiles too, so the graph is cut before, and after each step of an optimizer. On TPUs, with one
-process per chip, none of this is needed and nothing here runs.
+And reading a value compiles too, so the graph is cut before. For the sixth reason it is cut around a backward and after
+a step of an optimizer too, so that steps that use layers in changing orders are safe. On TPUs, with one process per
+chip, none of this is needed and nothing here runs.
 """
 
 from __future__ import annotations
@@ -163,7 +164,7 @@ _READING = {
 
 
 class _CutBeforeReading(TorchFunctionMode):
-    """Cuts the graph before a value is read, which would otherwise compile out of turn."""
+    """Cuts the graph before a value is read, which would otherwise compile out of turn, and around a backward."""
 
     def __init__(self, torch_xla: Any) -> None:
         super().__init__()
@@ -171,6 +172,11 @@ class _CutBeforeReading(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is Tensor.backward:
+            self._torch_xla.sync()
+            func(*args, **kwargs)
+            self._torch_xla.sync()
+            return None
         read = None
         if func in _READING:
             read = args[0] if args else None
