@@ -29,6 +29,8 @@ class Capabilities:
         asynchronous: Whether operations overlap with computation.
         compiles: Whether a program is compiled for every shape, so that host memory travels in lengths that are powers
             of two, and gradients are not packed but reduced by one operation on a list of them.
+        packed_bytes: Up to how many bytes of gradients are best packed together: more of them means fewer operations,
+            fewer a shorter wait for the last one.
     """
 
     movement_dtypes: frozenset[torch.dtype]
@@ -38,6 +40,7 @@ class Capabilities:
     timeout: Literal["raises", "aborts"] = "raises"
     asynchronous: bool = True
     compiles: bool = False
+    packed_bytes: int = 8 << 20
 
     @property
     def composed(self) -> frozenset[str]:

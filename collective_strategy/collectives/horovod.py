@@ -32,6 +32,7 @@ _CAPABILITIES = Capabilities(
     device_types=frozenset({"cpu"}),
     primitives=frozenset({"all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all"}),
     timeout="raises",
+    packed_bytes=32 << 20,  # its thread looks for operations only so often
 )
 
 

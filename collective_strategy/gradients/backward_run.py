@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from collective_strategy.collectives.handles import CompletedHandle, Handle
-from collective_strategy.gradients.bucket import Bucket
 from collective_strategy.gradients.inventory import Communicators, Inventory
 from collective_strategy.gradients.plan import Plan
 
@@ -113,7 +113,7 @@ class BackwardRun:
         self._next = 0
         self._early = 0
         self._hooks: list[RemovableHandle] = []
-        self._waits = [hold or bucket.flags > 0 or not deferred.isdisjoint(bucket.members) for bucket in plan.buckets]
+        self._waits = [hold or not deferred.isdisjoint(bucket.members) for bucket in plan.buckets]
         for position, (bucket, waits) in enumerate(zip(plan.buckets, self._waits, strict=True)):
             for place in bucket.large:
                 self._hook(bucket.members[place], functools.partial(self._move, position, place))
@@ -191,7 +191,7 @@ class BackwardRun:
         """Launches what is left, with zeros for parameters that stayed silent, and then the flags.
 
         Args:
-            header: Asked when all that goes out in buckets is taken out of the parameters' gradients.
+            header: Asked when all that goes out in buckets is taken out of the parameters' gradients, and sent.
         """
         buckets = self.plan.buckets
         if self.divided:
@@ -199,11 +199,9 @@ class BackwardRun:
             buckets = []
         while self._filled < len(buckets):
             self._fill()
-        flags = Flags(self._inventory, self._communicators, self.used, header(), buckets)
         while self._next < len(buckets):
-            self._send(flags)
-        flags.send_rest()
-        return flags
+            self._send()
+        return Flags(self._inventory, self._communicators, self.used, header())
 
     def too_late(self, leftover: Iterable[int]) -> tuple[set[int], set[int]]:
         """Which parameters' gradients came when their bucket had been sent.
@@ -223,16 +221,16 @@ class BackwardRun:
         self.used.update(self.plan.buckets[self._filled].fill())
         self._filled += 1
 
-    def _send(self, flags: Flags | None = None) -> None:
+    def _send(self) -> None:
         bucket = self.plan.buckets[self._next]
         self._next += 1
         self.launched_by.append(len(self._fired))
-        bucket.send(flags.values(bucket.route.axes) if flags is not None and bucket.flags else None)
+        bucket.send()
 
 
 class Flags:
-    """What the ranks tell each other at the end of a backward, once in each group: behind the gradients of its last
-    bucket, or in a small buffer of its own where no bucket of the group is among the last ones.
+    """What the ranks tell each other at the end of a backward, in a small all-reduce in each group, while the last
+    bucket is on its way. Made by all ranks.
 
     Per parameter, whether a rank used it; for the whole world, whether parameters changed, a backward ran behind our
     back, or something is left that no bucket took.
@@ -241,61 +239,29 @@ class Flags:
         inventory, communicators: The parameters and their groups.
         used: The parameters that have a gradient.
         header: The flags for the whole world.
-        buckets: Those that will take flags with them.
     """
 
-    def __init__(
-        self,
-        inventory: Inventory,
-        communicators: Communicators,
-        used: set[int],
-        header: list[bool],
-        buckets: Sequence[Bucket],
-    ) -> None:
-        self._world = communicators.everybody
-        groups: dict[tuple[str, ...], list[int]] = {self._world: [], **inventory.by_group}
-        self._members = dict(sorted(groups.items()))  # one order on all ranks, whose models may differ
-        self._communicators = communicators
-        self._used = used
-        self._header = [float(flag) for flag in header]
-        self._carriers = {bucket.route.axes: bucket for bucket in buckets if bucket.flags}
-        self._buffers: dict[tuple[str, ...], tuple[Tensor, Handle]] = {}
-
-    def values(self, axes: tuple[str, ...]) -> list[float]:
-        """What this rank tells the group over ``axes``."""
-        return self._header + [float(i in self._used) for i in self._members[axes]]
-
-    def send_rest(self) -> None:
-        """Sends what no bucket takes."""
-        for axes in self._members:
-            if axes in self._carriers:
-                continue
-            group = self._communicators.over(axes)
-            buffer = torch.tensor(self.values(axes), dtype=torch.float32, device=group.device)
+    def __init__(self, inventory: Inventory, communicators: Communicators, used: set[int], header: list[bool]) -> None:
+        groups: dict[tuple[str, ...], list[int]] = {communicators.everybody: [], **inventory.by_group}
+        self._header = len(header)
+        self._sent: list[tuple[list[int], Tensor, Handle]] = []
+        for axes, members in sorted(groups.items()):  # one order on all ranks, whose models may differ
+            group = communicators.over(axes)
+            values = [*header, *[i in used for i in members]]
+            buffer = torch.tensor(values, dtype=torch.float32, device=group.device)
             handle = group.all_reduce_(buffer, "sum", async_op=True)
-            self._buffers[axes] = buffer, handle if isinstance(handle, Handle) else CompletedHandle(buffer)
+            self._sent.append((members, buffer, handle if isinstance(handle, Handle) else CompletedHandle(buffer)))
+            if axes == communicators.everybody:
+                self._world = buffer
 
-    @property
-    def own_buffers(self) -> int:
-        """How many groups' flags went by themselves."""
-        return len(self._buffers)
+    def __len__(self) -> int:
+        """The number of all-reduces."""
+        return len(self._sent)
 
-    def read(self, carried: Mapping[tuple[str, ...], list[float]]) -> tuple[list[float], set[int]]:
-        """Waits. Counts of the header's flags over the world, and the parameters that some rank used.
-
-        Args:
-            carried: The summed flags that came with buckets.
-        """
+    def read(self) -> tuple[list[float], set[int]]:
+        """Waits. Counts of the header's flags over the world, and the parameters that some rank used."""
         used: set[int] = set()
-        header: list[float] = []
-        for axes, members in self._members.items():
-            if axes in self._buffers:
-                buffer, handle = self._buffers[axes]
-                handle.wait()
-                sums: list[float] = buffer.tolist()
-            else:
-                sums = carried[axes]
-            if axes == self._world:
-                header = sums[: len(self._header)]
-            used.update(i for i, count in zip(members, sums[len(self._header) :], strict=True) if count)
-        return header, used
+        for members, buffer, handle in self._sent:
+            handle.wait()
+            used.update(itertools.compress(members, buffer.tolist()[self._header :]))
+        return self._world.tolist()[: self._header], used

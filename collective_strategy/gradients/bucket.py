@@ -26,7 +26,6 @@ class Bucket:
         group: The collective of the route.
         wire: The dtype on the way.
         large: Bytes from which a gradient is large.
-        flags: How many numbers travel behind the gradients, see `send`.
 
     Attributes:
         trigger: The member whose hook looks whether all are there: the last one of the backward before.
@@ -40,7 +39,6 @@ class Bucket:
         group: Collective,
         wire: torch.dtype,
         large: int,
-        flags: int = 0,
     ) -> None:
         nbytes = {i: inventory.parameters[i].numel() * wire.itemsize for i in members}
         self.members = sorted(members, key=lambda i: nbytes[i] >= large)  # the small ones, scaled as one, come first
@@ -48,12 +46,10 @@ class Bucket:
         self.nbytes = sum(nbytes.values())
         self.route = route
         self.group = group
-        self.flags = flags
         self._parameters = [inventory.parameters[i] for i in self.members]
         self._wire = wire
         self._device = self._parameters[0].device
         self._numels = [parameter.numel() for parameter in self._parameters]
-        self._numel = sum(self._numels)
         self._small = sum(n < large for n in nbytes.values())
         self._small_numel = sum(self._numels[: self._small])
         self._moved: set[int] = set()
@@ -70,8 +66,8 @@ class Bucket:
     def _open(self) -> Tensor:
         """The buffer of the backward before, or a new one if somebody still holds gradients in it."""
         if self._buffer is None or (not self._moved and _holders(self._buffer) > self._unshared):
-            self._buffer = torch.empty(self._numel + self.flags, dtype=self._wire, device=self._device)
-            pieces = self._buffer[: self._numel].split(self._numels)
+            self._buffer = torch.empty(sum(self._numels), dtype=self._wire, device=self._device)
+            pieces = self._buffer.split(self._numels)
             self._views = [piece.view(p.shape) for piece, p in zip(pieces, self._parameters, strict=True)]
             del pieces
             self._unshared = _holders(self._buffer)
@@ -134,28 +130,21 @@ class Bucket:
             parameter.grad = local if parameter.grad is None else parameter.grad + local
         self._moved.clear()
 
-    def send(self, flags: list[float] | None = None) -> None:
-        """Starts the all-reduce. ``flags`` travel behind the gradients and are summed."""
-        buffer = self._buffer
-        assert buffer is not None
-        if self.flags:
-            assert flags is not None
-            buffer[self._numel :] = torch.tensor(flags, dtype=self._wire)
-        started = self.group.all_reduce_(buffer, "sum", async_op=True)
+    def send(self) -> None:
+        """Starts the all-reduce."""
+        assert self._buffer is not None
+        started = self.group.all_reduce_(self._buffer, "sum", async_op=True)
         self._handle = started if isinstance(started, Handle) else CompletedHandle(started)
 
     def results(self) -> list[Tensor]:
         """The tensors, in the order of `members`, in which the reduced gradients are when `wait` has returned."""
         return [view.detach() for view in self._views]  # tensors of their own, so that we see when nobody holds them
 
-    def wait(self) -> list[float]:
-        """Waits for the all-reduce and returns the summed flags."""
+    def wait(self) -> None:
+        """Waits for the all-reduce."""
         assert self._handle is not None
-        assert self._buffer is not None
         self._handle.wait()
         self._handle = None
-        flags: list[float] = self._buffer[self._numel :].tolist() if self.flags else []
-        return flags
 
     def converted(self, results: list[Tensor]) -> list[Tensor]:
         """The results in the dtypes and strides of their parameters."""

@@ -37,7 +37,7 @@ class ListedBucket(Bucket):
             found.append(self.members[place])
         return found
 
-    def send(self, flags: list[float] | None = None) -> None:
+    def send(self) -> None:
         self._sent = [
             torch.zeros_like(parameter, dtype=self._wire, requires_grad=False)
             if gradient is None
@@ -51,11 +51,10 @@ class ListedBucket(Bucket):
     def results(self) -> list[Tensor]:
         return self._sent
 
-    def wait(self) -> list[float]:
+    def wait(self) -> None:
         for handle in self._handles:
             handle.wait()
         self._handles, self._sent = [], []
-        return []
 
     def converted(self, results: list[Tensor]) -> list[Tensor]:
         return [result.to(p.dtype) for result, p in zip(results, self._parameters, strict=True)]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from collective_strategy.collectives.capabilities import Capabilities
 from collective_strategy.gradients.bucket import Bucket
 from collective_strategy.gradients.inventory import Communicators, Inventory, Route
 
@@ -20,9 +21,12 @@ class BucketSizes:
     packed: int = 8 << 20
     first: int = 1 << 20
 
-
-HEADER = 3  # flags that concern the whole model, see `Flags`
-LAST = 2  # at most so many buckets wait for the end of backward
+    @classmethod
+    def suited_to(cls, capabilities: Capabilities, wished: BucketSizes | None = None) -> BucketSizes:
+        """What suits a backend, or what somebody wished for; a backend that compiles takes one list per group."""
+        if capabilities.compiles:
+            return cls(packed=sys.maxsize, first=sys.maxsize)
+        return wished or cls(packed=capabilities.packed_bytes)
 
 
 class Plan:
@@ -49,21 +53,15 @@ class Plan:
         interleaved: bool,
     ) -> Plan:
         """Buckets for ``members`` (indices)."""
+        kind = Bucket
         if communicators.world.capabilities.compiles:
             from collective_strategy.gradients.listed_bucket import ListedBucket
 
-            unlimited = BucketSizes(packed=sys.maxsize, first=sys.maxsize)
-            cut = cut_into_buckets(inventory, members, unlimited, reduce_dtype, compression, interleaved=interleaved)
-            return cls([ListedBucket(m, inventory, r, communicators.over(r.axes), wire, 0) for m, r, wire in cut])
+            kind = ListedBucket
         cut = cut_into_buckets(inventory, members, sizes, reduce_dtype, compression, interleaved=interleaved)
-        # The last buckets are ready at the end of backward, when it is known which parameters were used: they take it
-        # with them, one for each group. Not those of an earlier turn, which would keep the others waiting.
-        widths = {axes: HEADER + len(group) for axes, group in inventory.by_group.items()}
-        buckets: list[Bucket] = []
-        for bucket, route, wire in reversed(cut):
-            width = widths.pop(route.axes, 0) if len(buckets) < LAST and wire.is_floating_point else 0
-            buckets.append(Bucket(bucket, inventory, route, communicators.over(route.axes), wire, sizes.large, width))
-        return cls(buckets[::-1])
+        return cls(
+            [kind(m, inventory, route, communicators.over(route.axes), wire, sizes.large) for m, route, wire in cut]
+        )
 
 
 def cut_into_buckets(

@@ -44,7 +44,7 @@ class GradientReducer(NormOperations):
         module: The parameters to look after. New, replaced or converted ones are found at the next backward.
         collective: All ranks; its mesh says which axis is the data axis and which are model axes.
         unmarked: What a weight without a mark is on the model axes: ``"private"``, ``"shared"`` (summed), ``"error"``.
-        sizes: When gradients are packed together.
+        sizes: When gradients are packed together; as the backend prefers by default.
         reduce_dtype: A wider dtype for the way of narrower floating gradients, such as torch.float32 for bfloat16.
         compression: A narrower dtype for the way of wider floating gradients, such as torch.bfloat16 for float32.
         static_graph: The user promises that all ranks run the same operations in the same order in backward. Without
@@ -84,7 +84,7 @@ class GradientReducer(NormOperations):
         self._collective = collective
         self._communicators = communicators or Communicators(collective)
         self._unmarked: UnmarkedPolicy = unmarked
-        self._sizes = sizes or BucketSizes()
+        self._sizes = BucketSizes.suited_to(collective.capabilities, sizes)
         self._wire_dtypes = reduce_dtype, compression
         self._static_graph = static_graph
         self._increments = Increments()
@@ -171,9 +171,7 @@ class GradientReducer(NormOperations):
         aside = self._increments.set_aside(self._inventory, guard)
         changed = self._inventory.mask() not in self._plans or self._inventory.is_stale(self._module)
         header = [changed, bool(inseparable), True]
-        flags = Flags(self._inventory, self._communicators, set(), header, [])
-        flags.send_rest()
-        counts, _ = flags.read({})
+        counts, _ = Flags(self._inventory, self._communicators, set(), header).read()
         if counts[DIRTY]:
             self._increments.show(self._inventory, aside)
             raise CollectiveError(
@@ -291,8 +289,7 @@ class GradientReducer(NormOperations):
         flags = run.finish(header)
         buckets = [] if run.divided else run.plan.buckets
         results = [bucket.results() for bucket in buckets]  # prepared while the last ones are on their way
-        carried = {bucket.route.axes: sums for bucket in buckets if (sums := bucket.wait())}
-        counts, used = flags.read(carried)
+        counts, used = flags.read()
         parameters = self._inventory.parameters
         late, unannounced = run.too_late(
             i for i in leftover if (g := parameters[i].grad) is not None and not g.is_sparse
@@ -300,6 +297,7 @@ class GradientReducer(NormOperations):
         if run.divided:
             aside = self._take_inventory(aside)  # raises where the same weights are trainable on some ranks only
         for bucket, tensors in zip(buckets, results, strict=True):
+            bucket.wait()
             reduced = zip(bucket.members, bucket.converted(tensors), strict=True)
             if not aside.keys() & bucket.members and used.issuperset(bucket.members):
                 aside.update(reduced)
@@ -310,7 +308,7 @@ class GradientReducer(NormOperations):
         self._deferred |= late
         self._awaited |= unannounced
         self.statistics.reductions += 1
-        self.statistics.all_reduces += len(buckets) + flags.own_buffers
+        self.statistics.all_reduces += len(buckets) + len(flags)
         self.statistics.launched_by, self.statistics.hooks = run.launched_by, hooks
         if counts[DIRTY]:
             self._increments.show(self._inventory, aside)

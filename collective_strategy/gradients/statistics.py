@@ -9,9 +9,9 @@ class ReducerStatistics:
 
     Attributes:
         reductions: Backward passes whose gradients were reduced.
-        all_reduces: All-reduces sent by backwards: one per bucket, and one per group whose flags did not travel with
-            a bucket. From a change of the model on (layers frozen, unfrozen, replaced), a backward has one more, a
-            comparison of the plans that the ranks chose, until none of them has taken another plan for 100 backwards.
+        all_reduces: All-reduces sent by backwards: one per bucket, and a small one per group for flags. From a change
+            of the model on (layers frozen, unfrozen, replaced), a backward has one more, a comparison of the plans that
+            the ranks chose, until none of them has taken another plan for 100 backwards.
         agreements: Comparisons of the parameters over all ranks, the one at construction included.
         launched_by: For the last backward: how many gradient hooks had fired when each bucket was launched.
         hooks: For the last backward: how many gradient hooks fired in all.

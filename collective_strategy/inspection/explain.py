@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 
 import torch
@@ -49,9 +48,8 @@ def explain(
     communicators = Communicators(collective)
     inventory = Inventory(module, communicators, unmarked)
     trainable = [i for i in inventory.routed if inventory.parameters[i].requires_grad]
-    if collective.capabilities.compiles:  # one list of gradients per group
-        sizes = BucketSizes(packed=sys.maxsize, first=sys.maxsize)
-    cut = cut_into_buckets(inventory, trainable, sizes or BucketSizes(), reduce_dtype, compression, interleaved=True)
+    sizes = BucketSizes.suited_to(collective.capabilities, sizes)
+    cut = cut_into_buckets(inventory, trainable, sizes, reduce_dtype, compression, interleaved=True)
     before: dict[tuple[str, ...], int] = {}
     place: dict[int, tuple[int, torch.dtype]] = {}
     for members, bucket_route, wire in cut:

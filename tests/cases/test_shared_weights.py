@@ -76,8 +76,8 @@ def test_partial_gradients_are_summed_and_whole_ones_averaged_in_one_backward():
         backward(reducer, part(1 + collective.rank) + whole(3) + done(3))
         return [p.grad.item() for p in module.parameters()], reducer.statistics.all_reduces
 
-    # one all-reduce for each of the two kinds, the flags behind one of them; nothing for "none"
-    assert values(2, train, mesh=MODEL_2) == [([3.0, 3.0, 3.0], 2)] * 2
+    # one all-reduce for each of the two kinds, and one for flags; nothing for "none"
+    assert values(2, train, mesh=MODEL_2) == [([3.0, 3.0, 3.0], 3)] * 2
 
 
 def test_an_unknown_reduction_is_refused_at_the_mark():
@@ -197,7 +197,7 @@ def test_a_weight_tied_in_one_process_stays_one_and_is_reduced_once():
         tied = module.output.weight is module.embedding.weight
         return tied, len(optimizer.param_groups[0]["params"]), reducer.statistics.all_reduces, difference < 1e-14
 
-    assert values(2, train) == [(True, 1, 1, True)] * 2
+    assert values(2, train) == [(True, 1, 2, True)] * 2
 
 
 def test_copies_on_different_model_ranks_stay_equal_under_one_name():
