@@ -40,7 +40,7 @@ class Capabilities:
     timeout: Literal["raises", "aborts"] = "raises"
     asynchronous: bool = True
     compiles: bool = False
-    packed_bytes: int = 8 << 20
+    packed_bytes: int = 4 << 20
 
     @property
     def composed(self) -> frozenset[str]:

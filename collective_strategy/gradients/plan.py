@@ -18,7 +18,7 @@ class BucketSizes:
     ``first``. A gradient of ``large`` or more is moved into its bucket as soon as it is ready."""
 
     large: int = 128 << 10
-    packed: int = 8 << 20
+    packed: int = 4 << 20
     first: int = 1 << 20
 
     @classmethod
