@@ -177,7 +177,7 @@ class BackwardRun:
             bucket.abandon()
 
     def end(self) -> None:
-        """The backward is over: hooks are removed, and the next one's triggers are known. Idempotent."""
+        """The backward is over: hooks are removed, and the next one's triggers are known."""
         for handle in self._hooks:
             handle.remove()
         self._hooks.clear()

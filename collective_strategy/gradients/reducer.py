@@ -141,13 +141,14 @@ class GradientReducer(NormOperations):
                     run.abandon()
                 self._increments.keep_local(self._inventory, guard, aside)
                 raise
+            finally:
+                if run is not None:
+                    run.end()
             if run is None:
                 self._increments.keep_local(self._inventory, guard, aside)
             else:
                 self._flush(guard, run, aside, changed)
         finally:
-            if run is not None:
-                run.end()
             guard.disarm()
 
     @contextmanager
@@ -284,16 +285,11 @@ class GradientReducer(NormOperations):
             leftover.update((i, g) for i in self._inventory.routed if (g := parameters[i].grad) is not None)
             return [changed or self._inventory.is_stale(self._module), bool(guard.dirty), bool(leftover)]
 
-        hooks = len(guard.fired)
-        run.end()
         flags = run.finish(header)
         buckets = [] if run.divided else run.plan.buckets
         results = [bucket.results() for bucket in buckets]  # prepared while the last ones are on their way
         counts, used = flags.read()
-        parameters = self._inventory.parameters
-        late, unannounced = run.too_late(
-            i for i in leftover if (g := parameters[i].grad) is not None and not g.is_sparse
-        )
+        late, unannounced = run.too_late(i for i, gradient in leftover.items() if not gradient.is_sparse)
         if run.divided:
             aside = self._take_inventory(aside)  # raises where the same weights are trainable on some ranks only
         for bucket, tensors in zip(buckets, results, strict=True):
@@ -309,7 +305,7 @@ class GradientReducer(NormOperations):
         self._awaited |= unannounced
         self.statistics.reductions += 1
         self.statistics.all_reduces += len(buckets) + len(flags)
-        self.statistics.launched_by, self.statistics.hooks = run.launched_by, hooks
+        self.statistics.launched_by, self.statistics.hooks = run.launched_by, len(guard.fired)
         if counts[DIRTY]:
             self._increments.show(self._inventory, aside)
             raise CollectiveError(guard.dirty_message(int(counts[DIRTY])))
