@@ -185,9 +185,9 @@ def test_a_weight_tied_in_one_process_stays_one_and_is_reduced_once():
     def train(collective):
         torch.manual_seed(0)
         module = Language()
-        twin = copy.deepcopy(module)
         reducer = GradientReducer(module, collective)
         reducer.broadcast_replicas()
+        twin = copy.deepcopy(module)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         backward(reducer, module(torch.tensor([collective.rank])).square())
         optimizer.step()
