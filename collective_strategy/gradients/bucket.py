@@ -136,24 +136,22 @@ class Bucket:
         started = self.group.all_reduce_(self._buffer, "sum", async_op=True)
         self._handle = started if isinstance(started, Handle) else CompletedHandle(started)
 
-    def results(self) -> list[Tensor]:
-        """The tensors, in the order of `members`, in which the reduced gradients are when `wait` has returned."""
-        return [view.detach() for view in self._views]  # tensors of their own, so that we see when nobody holds them
+    def results(self) -> dict[int, Tensor]:
+        """By member, the tensors in which the reduced gradients are when `wait` has returned."""
+        # tensors of their own, so that we see when nobody holds them
+        return {i: view.detach() for i, view in zip(self.members, self._views, strict=True)}
 
-    def wait(self) -> None:
-        """Waits for the all-reduce."""
+    def wait(self) -> dict[int, Tensor]:
+        """Waits for the all-reduce. Returns the results that must take the place of others, in their parameter's dtype
+        and strides."""
         assert self._handle is not None
+        unlike = [k for k, p in enumerate(self._parameters) if p.dtype != self._wire or not p.is_contiguous()]
         self._handle.wait()
         self._handle = None
-
-    def converted(self, results: list[Tensor]) -> list[Tensor]:
-        """The results in the dtypes and strides of their parameters."""
-        return [
-            result
-            if parameter.dtype == self._wire and parameter.is_contiguous()
-            else torch.empty_like(parameter, requires_grad=False).copy_(result)
-            for parameter, result in zip(self._parameters, results, strict=True)
-        ]
+        return {
+            self.members[k]: torch.empty_like(self._parameters[k], requires_grad=False).copy_(self._views[k])
+            for k in unlike
+        }
 
 
 def _holders(buffer: Tensor) -> int:

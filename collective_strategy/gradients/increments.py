@@ -97,10 +97,19 @@ class Increments:
 
     def show(self, inventory: Inventory, reduced: Mapping[int, Tensor]) -> None:
         """Puts gradients that are reduced as a whole where the user finds them."""
+        self.remember(inventory, reduced)
+        self.place(inventory, reduced)
+
+    def remember(self, inventory: Inventory, reduced: Mapping[int, Tensor]) -> None:
+        """What will be placed."""
+        parameters = inventory.parameters
+        self._shown.update((id(parameters[i]), (TensorWeakRef(g), None)) for i, g in reduced.items())
+
+    def place(self, inventory: Inventory, reduced: Mapping[int, Tensor]) -> None:
+        """Puts what is remembered where the user finds it."""
+        parameters = inventory.parameters
         for i, gradient in reduced.items():
-            parameter = inventory.parameters[i]
-            parameter.grad = gradient
-            self._shown[id(parameter)] = TensorWeakRef(gradient), None
+            parameters[i].grad = gradient
 
 
 def added(before: Tensor | None, gradient: Tensor) -> Tensor:

@@ -48,16 +48,16 @@ class ListedBucket(Bucket):
         started = [self.group.all_reduce_(tensor, "sum", async_op=True) for tensor in self._sent]
         self._handles = [one if isinstance(one, Handle) else CompletedHandle(one) for one in started]
 
-    def results(self) -> list[Tensor]:
-        return self._sent
+    def results(self) -> dict[int, Tensor]:
+        return dict(zip(self.members, self._sent, strict=True))
 
-    def wait(self) -> None:
+    def wait(self) -> dict[int, Tensor]:
         for handle in self._handles:
             handle.wait()
+        results = zip(self.members, self._sent, self._parameters, strict=True)
+        converted = {i: sent.to(p.dtype) for i, sent, p in results if sent.dtype != p.dtype}
         self._handles, self._sent = [], []
-
-    def converted(self, results: list[Tensor]) -> list[Tensor]:
-        return [result.to(p.dtype) for result, p in zip(results, self._parameters, strict=True)]
+        return converted
 
     _gradients: list[Tensor | None]
     _sent: list[Tensor]

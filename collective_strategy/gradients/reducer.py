@@ -287,18 +287,21 @@ class GradientReducer(NormOperations):
 
         flags = run.finish(header)
         buckets = [] if run.divided else run.plan.buckets
-        results = [bucket.results() for bucket in buckets]  # prepared while the last ones are on their way
+        # what can be done while the last buckets are on their way is done before they are waited for
+        reduced = {i: gradient for bucket in buckets for i, gradient in bucket.results().items()}
         counts, used = flags.read()
+        if not used.issuperset(reduced):
+            reduced = {i: gradient for i, gradient in reduced.items() if i in used}
+        self._increments.remember(self._inventory, reduced)
         late, unannounced = run.too_late(i for i, gradient in leftover.items() if not gradient.is_sparse)
         if run.divided:
             aside = self._take_inventory(aside)  # raises where the same weights are trainable on some ranks only
-        for bucket, tensors in zip(buckets, results, strict=True):
-            bucket.wait()
-            reduced = zip(bucket.members, bucket.converted(tensors), strict=True)
-            if not aside.keys() & bucket.members and used.issuperset(bucket.members):
-                aside.update(reduced)
-            else:
-                aside.update((i, added(aside.get(i), gradient)) for i, gradient in reduced if i in used)
+        converted: dict[int, Tensor] = {}
+        for bucket in buckets:
+            converted.update((i, gradient) for i, gradient in bucket.wait().items() if i in used)
+        aside |= {i: added(before, converted.get(i, reduced[i])) for i, before in aside.items() if i in reduced}
+        self._increments.remember(self._inventory, converted | aside)
+        aside = reduced | converted | aside
         if self._choices.settled(run.chosen):
             self._plans = {mask: plan for mask, plan in self._plans.items() if plan is self._plan}
         self._deferred |= late
@@ -314,7 +317,7 @@ class GradientReducer(NormOperations):
         if run.divided or counts[CHANGED] or counts[LEFTOVER]:
             self._reduce_rest(guard, aside)
         else:
-            self._increments.show(self._inventory, aside)
+            self._increments.place(self._inventory, aside)
             guard.clear()
 
     @torch.no_grad()
