@@ -10,6 +10,7 @@ from launched import run
 pytestmark = pytest.mark.timeout(300)
 
 TIMEOUT = 4
+BUSY = 60  # seconds that a busy machine may need; what hangs is ended by force after minutes, and fails
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +26,7 @@ def test_an_exception_on_one_rank_ends_both_with_its_message(outcomes: dict[str,
     outcome = outcomes[name]
     assert outcome["codes"] == [1, 1], outcome["log"]
     assert "boom" in outcome["log"]
-    assert outcome["seconds"] < TIMEOUT + 10
+    assert outcome["seconds"] < TIMEOUT + BUSY
 
 
 @pytest.mark.parametrize(
@@ -44,4 +45,4 @@ def test_a_call_on_one_rank_only_is_named_within_the_timeout(
     assert outcome["codes"][0] == 1, outcome["log"]
     lines = [line for line in outcome["log"].splitlines() if "Error" in line and expected in line]
     assert lines, outcome["log"]
-    assert outcome["seconds"] < TIMEOUT + 10
+    assert outcome["seconds"] < TIMEOUT + BUSY

@@ -64,7 +64,7 @@ def test_a_missing_rank_is_told_within_the_timeout(tmp_path: Path) -> None:
     ended = run_commands(alone, out=tmp_path, timeout=120)
     error = ended.ranks[0]["short_timeout"]["error"]
     assert "1 of 2" in error, error
-    assert ended.seconds < 10 + 3 + 8
+    assert ended.seconds < 60  # on a busy machine; the default time-out is half an hour
 
 
 def test_a_doubled_rank_is_refused(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_a_doubled_rank_is_refused(tmp_path: Path) -> None:
     ended = run_commands(jobs, timeout=120)
     errors = [json.loads((out / "rank0.json").read_text())["short_timeout"]["error"] for out in outs]
     assert any("claims rank 0" in error or "rank 0 cannot listen" in error for error in errors), errors
-    assert ended.seconds < 10 + 3 + 8
+    assert ended.seconds < 60  # on a busy machine; the default time-out is half an hour
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])

@@ -14,6 +14,7 @@ from launching import Ended, clean_environment, free_port, run
 pytestmark = pytest.mark.timeout(300)
 
 TIMEOUT = 4
+BUSY = 60  # seconds that a busy machine may need; what hangs is ended by force after minutes, and fails
 LAUNCHED_TIMEOUT, IMPORTS = 15, 30
 PLACES = (
     "prepare_data",
@@ -48,7 +49,7 @@ def test_both_ranks_end_and_the_cause_comes_first(outcomes: dict[str, Any], plac
     log = outcome["log"]
     raised = re.search(r"RAISED \w+ at ([\d.]+)", log)
     assert raised is not None, log
-    assert outcome["ended"] - float(raised.group(1)) < TIMEOUT + 10
+    assert outcome["ended"] - float(raised.group(1)) < TIMEOUT + BUSY
     assert outcome["codes"][rank] == 1, log
     if place != "teardown":  # the other rank has nothing left to do then
         assert outcome["codes"][1 - rank] == 1, log
@@ -64,7 +65,7 @@ def test_both_ranks_end_and_the_cause_comes_first(outcomes: dict[str, Any], plac
 def _ended_with_boom(ended: Ended) -> None:
     assert ended.codes[0] != 0
     assert "ValueError: boom" in ended.output
-    assert ended.seconds < IMPORTS + LAUNCHED_TIMEOUT + 10
+    assert ended.seconds < IMPORTS + LAUNCHED_TIMEOUT + BUSY
 
 
 @pytest.mark.parametrize(
