@@ -91,6 +91,15 @@ def run_on_cpu_devices(devices: int, function: Callable[[int], T]) -> list[T]:
     return [results[rank] for rank in range(devices)]
 
 
+_programs = 0
+
+
+def forget_programs() -> None:
+    """From now on nothing that was compiled before is used. Called once, while no rank computes."""
+    global _programs
+    _programs += 1
+
+
 @contextmanager
 def _one_compiles_at_a_time(torch_xla: Any) -> Iterator[None]:
     extension = torch_xla._XLAC
@@ -114,7 +123,11 @@ def _one_compiles_at_a_time(torch_xla: Any) -> Iterator[None]:
             wait_for_own()
             with turn:
                 shared = own_device() in communicates
-                tag = None if shared else torch.ones(2 + runtime.global_ordinal(), device=torch_xla.device())
+                # Programs are told apart by a hash that takes x - y for y - x (pytorch/xla#8353), so neither another
+                # rank's program nor one of an earlier function is used: a constant of another length is in each.
+                length = 2 + _programs * (1 + runtime.addressable_device_count())
+                length += 0 if shared else 1 + runtime.global_ordinal()
+                tag = torch.ones(length, device=torch_xla.device())
                 result = original(*args, **settings, **({} if waits is None else {"wait": False}))
                 del tag
             if original is originals["_xla_step_marker"]:
