@@ -25,6 +25,8 @@ from collective_strategy.collectives.errors import (
     CollectiveStateError,
     CollectiveTimeoutError,
     RankLeftError,
+    call_failed,
+    call_timed_out,
     was_forked,
 )
 from collective_strategy.collectives.handles import Handle
@@ -478,19 +480,15 @@ class CollectiveBase(ABC):
         """Compares the backward that is about to send its first message with the other ranks'."""
         call, self._uncompared = self._uncompared, None
         if call is not None and self._checker is not None:
-            checker = self._checker
             self._calls += 1
-            number = self._calls
+            checker, number = self._checker, self._calls
             self._guarded(lambda: checker.compare(number, call))
 
     def _translated(self, error: Exception, text: str, waited: float) -> CollectiveError:
         where = f"{text} (call {self._calls} of {self.name!r}, rank {self.rank} of {self.world_size})"
         if not self._is_timeout(error):
             self.broken = f"{where} failed: {error}"
-            return CollectiveError(
-                f"{where} failed after {waited:.1f} s: {error}. Probably another rank ended, or made another call or "
-                "none: look at its output. The collective is broken from now on."
-            )
+            return call_failed(where, waited, error)
         self.broken = f"{where} timed out"
         missing: list[str] = []
         if self._watch is not None:
@@ -499,10 +497,4 @@ class CollectiveBase(ABC):
                 missing = self._watch.missing(self._calls)
             except Exception:
                 log.debug("the side channel is gone", exc_info=True)
-        whom = "missing: " + ", ".join(missing) if missing else "the missing rank is not known"
-        return CollectiveTimeoutError(
-            f"{where} timed out after {waited:.1f} s (timeout {self.timeout.total_seconds():g} s); {whom}. Every rank "
-            "must make the same calls in the same order; look for a call inside `if rank == 0`, uneven batches, or "
-            f"an error on the missing rank. The collective is broken from now on. [{type(error).__name__}: "
-            f"{str(error).splitlines()[0][:200] if str(error) else ''}]"
-        )
+        return call_timed_out(where, waited, self.timeout.total_seconds(), missing, error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 
 class CollectiveError(RuntimeError):
@@ -47,4 +48,25 @@ def was_forked(what: str, parent: int) -> CollectiveStateError:
         "of a collective belong to that process; here it would wait for ever, or answer in its place. "
         "Communicate in the process that called setup(), not in workers of a data loader, and start further ranks by "
         "spawning, not by forking."
+    )
+
+
+def call_failed(where: str, waited: float, error: Exception) -> CollectiveError:
+    """What to raise for the library's ``error`` in the call ``where``, after ``waited`` seconds."""
+    return CollectiveError(
+        f"{where} failed after {waited:.1f} s: {error}. Probably another rank ended, or made another call or none: "
+        "look at its output. The collective is broken from now on."
+    )
+
+
+def call_timed_out(
+    where: str, waited: float, timeout: float, missing: Sequence[str], error: Exception
+) -> CollectiveTimeoutError:
+    """The same for a time-out (seconds); ``missing`` describes the ranks that did not come, as far as is known."""
+    whom = "missing: " + ", ".join(missing) if missing else "the missing rank is not known"
+    return CollectiveTimeoutError(
+        f"{where} timed out after {waited:.1f} s (timeout {timeout:g} s); {whom}. Every rank must make the same calls "
+        "in the same order; look for a call inside `if rank == 0`, uneven batches, or an error on the missing rank. "
+        f"The collective is broken from now on. [{type(error).__name__}: "
+        f"{str(error).splitlines()[0][:200] if str(error) else ''}]"
     )

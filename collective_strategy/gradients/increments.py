@@ -63,9 +63,8 @@ class Increments:
             if parts is None:
                 apart.append((i, gradient, None))
             elif gradient._version == parts.version:
-                apart.append(
-                    (i, parts.reduced, parts.local)
-                )  # not gradient - local, which each rank rounds differently
+                # not gradient - local, which each rank would round differently
+                apart.append((i, parts.reduced, parts.local))
             elif not inventory.averages(i) and bool(gradient.any()):
                 raise CollectiveError(
                     f"The gradient of {inventory.names[i]} was changed in place (clipped, unscaled) while a part of it "

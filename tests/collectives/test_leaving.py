@@ -1,10 +1,10 @@
 """A rank that stops after an error of its own tells the others, in check mode at once."""
 
-import os
 import time
 
 import pytest
 import torch
+from forked import error_in_child
 
 from collective_strategy.collectives import Collective, CollectiveStateError, RankLeftError
 from collective_strategy.testing import run_ranks
@@ -84,24 +84,10 @@ def test_a_rank_that_is_interrupted_before_it_announced_its_call_is_named():
 def test_a_forked_process_is_refused_and_does_not_answer_or_leave_in_the_place_of_its_rank(check: bool):
     """It has the connections of the process that was set up, and none of the threads."""
 
-    def in_child(act) -> str:
-        read, write = os.pipe()
-        child = os.fork()
-        if child == 0:
-            try:
-                act()
-            except BaseException as error:
-                os.write(write, f"{type(error).__name__}: {error}".encode())
-            os._exit(0)
-        os.waitpid(child, 0)
-        os.close(write)
-        with os.fdopen(read) as said:
-            return said.read()
-
     def run(collective: Collective) -> tuple[list[str], int]:
         calls = (lambda: collective.all_reduce(1), lambda: collective.all_reduce_(torch.ones(1)), collective.barrier)
         leaving = (lambda: collective.abort("a worker failed"),)
-        told = [in_child(call) for call in (*calls, *leaving)] if collective.rank else []
+        told = [error_in_child(call) for call in (*calls, *leaving)] if collective.rank else []
         return told, collective.all_reduce(1).item()
 
     first, second = (outcome.result() for outcome in run_ranks(2, run, timeout=30, check=check, fresh=True))

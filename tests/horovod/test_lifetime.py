@@ -2,12 +2,17 @@
 
 import os
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from collective_strategy.collectives import CollectiveError, CollectiveStateError, RendezvousError
 from collective_strategy.testing import run_ranks
+
+sys.path.append(str(Path(__file__).parents[1] / "collectives"))
+
+from forked import error_in_child
 
 MESH = {"data": -1, "model": 2}
 
@@ -104,21 +109,9 @@ def test_a_handle_from_before_a_new_start_does_not_take_the_result_of_another_op
 def test_a_forked_process_is_told_that_it_has_no_horovod():
     """A worker of a data loader would wait for ever."""
 
-    def forked(act):
-        read, write = os.pipe()
-        child = os.fork()
-        if child == 0:
-            try:
-                act()
-            except BaseException as error:
-                os.write(write, f"{type(error).__name__}: {error}".encode())
-            os._exit(0)
-        os.waitpid(child, 0)
-        return os.read(read, 1000).decode()
-
     def act(collective):
         handle = collective.all_reduce_(torch.ones(1), async_op=True)
-        told = [forked(lambda: collective.all_reduce_(torch.ones(1))), forked(handle.wait)]
+        told = [error_in_child(lambda: collective.all_reduce_(torch.ones(1))), error_in_child(handle.wait)]
         return told, handle.wait().item(), collective.all_reduce(1.0).item()
 
     for outcome in ranks(2, act):

@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 from launching import run
-from test_exceptions import IMPORTS, LAUNCHED_TIMEOUT, PLACES
+from test_exceptions import BUSY, IMPORTS, LAUNCHED_TIMEOUT, PLACES
 
 FIRST = {"on_exception": "KeyError: 'first'", "loader_worker": "ValueError: Caught ValueError in DataLoader"}
 
@@ -32,7 +32,7 @@ def main() -> int:
                     ended = run("raising.py", place, str(rank), folder, launcher=launcher, env=env, timeout=120)
                 first = re.search(r"\w+(Error|Exception)\b[^\n]*", ended.output)
                 shown = first.group(0)[:60] if first else "nothing"
-                in_time = ended.seconds < IMPORTS + LAUNCHED_TIMEOUT + 10
+                in_time = ended.seconds < IMPORTS + LAUNCHED_TIMEOUT + BUSY
                 good = ended.codes[0] != 0 and in_time and shown.startswith(FIRST.get(place, "ValueError: boom"))
                 wrong += not good
                 print(f"{'ok ' if good else 'BAD'} {launcher:8s} {place:16s} rank {rank}: code {ended.codes[0]}, "
