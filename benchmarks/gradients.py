@@ -96,13 +96,28 @@ def measure(collective: Any, make: Callable[[], nn.Module], width: int, kinds: l
 
 
 def memory(collective: Any, kind: str) -> float:
-    """MiB that this process grew by, at most, in 5 steps of the large model, gradients and buckets included."""
+    """MiB that this process grew by, at most, in 5 steps of the large model, gradients and buckets included.
+
+    Memory that both processes map counts half in each.
+    """
     module = large()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    collective.barrier()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - shared_kilobytes()
+    collective.barrier()
     step = stepper(kind, module, collective)
     for _ in range(5):
         step(torch.randn(16, 1024))
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    collective.barrier()
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - shared_kilobytes() - before
+    collective.barrier()
+    return grown / 1024
+
+
+def shared_kilobytes() -> int:
+    """What this process maps less its part of it, when memory that n processes map counts 1/n in each."""
+    with open("/proc/self/smaps_rollup") as file:
+        sizes = {line.split()[0]: int(line.split()[1]) for line in file.readlines()[1:]}
+    return sizes["Rss:"] - sizes["Pss:"]
 
 
 def rank_main(what: str) -> None:

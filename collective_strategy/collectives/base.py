@@ -112,6 +112,7 @@ class CollectiveBase(ABC):
         self._monitor: Monitor | None = None
         self._watch: Watch | None = None
         self._group: Any = None
+        self._node = 0
 
     # -- set-up and tear-down ------------------------------------------------------------------------------------------
 
@@ -141,7 +142,7 @@ class CollectiveBase(ABC):
             self._device_setting = torch.device(device)
         self.rank, self.world_size = environment.rank, environment.world_size
         self.ranks = tuple(range(self.world_size))
-        self.mesh = layout
+        self.mesh, self._node = layout, environment.node_rank
         try:
             self._channel = self._open(environment, f"mesh={layout}, timeout={self.timeout}, check={checks}")
             self._state = "ready"

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from collective_strategy.collectives import transport
 from collective_strategy.collectives.arguments import rank_argument
 from collective_strategy.collectives.base import CollectiveBase
 from collective_strategy.collectives.compiling import outside_graphs
 from collective_strategy.collectives.handles import CompletedHandle, GuardedHandle, Handle
+from collective_strategy.collectives.layout import Partition
 from collective_strategy.collectives.operations import ReduceOp
 from collective_strategy.collectives.reductions import Reduction, encode_reduction, refuse_reduction
+from collective_strategy.collectives.shared_memory import SharedMemory
 
 
 class _Way(NamedTuple):
@@ -38,6 +41,34 @@ class InPlaceOperations(CollectiveBase):
     def _reset(self) -> None:
         super()._reset()
         self._ways: dict[tuple[type, str, torch.dtype, torch.device], _Way] = {}
+        self._memory: SharedMemory | None = None
+
+    def _subgroup(self, name: str, axis: Any, partition: Partition, default_to: str | None = None) -> Self:
+        sub = super()._subgroup(name, axis, partition, default_to)
+        sub._memory = None
+        return sub
+
+    def share_memory(self) -> bool:
+        """Lets `all_reduce_` sum tensors of `shared_empty` in memory that all ranks map. All ranks call it.
+
+        On one host (as the launcher says), under Linux, with tensors of the CPU, that costs a fifth of the time of a
+        transport through sockets. COLLECTIVE_STRATEGY_SHARED_MEMORY=0 on any rank switches it off.
+
+        Returns:
+            Whether memory is shared, alike on all ranks. Where it is not, `shared_empty` returns ordinary tensors.
+        """
+        if self._memory is None and self.world_size > 1:
+            self._memory = SharedMemory.open(self)  # type: ignore[arg-type]
+        return self._memory is not None
+
+    def shared_empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """An uninitialised flat tensor for many `all_reduce_`. Local; all ranks make theirs alike.
+
+        While such an all-reduce is in flight all ranks start the same ones, in one order, before they wait for one.
+        """
+        if self._memory is None or device.type != "cpu" or not numel:
+            return torch.empty(numel, dtype=dtype, device=device)
+        return self._memory.empty(numel, dtype)
 
     @outside_graphs
     def all_reduce_(self, tensor: Tensor, op: str = "sum", *, async_op: bool = False) -> Tensor | Handle:
@@ -53,8 +84,17 @@ class InPlaceOperations(CollectiveBase):
         if way.wire_op is not None:
             wire_op = way.wire_op
             data = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+            memory = self._memory
+            started = None if memory is None else memory.started
+
+            def start() -> Handle:
+                if memory is not None and wire_op is ReduceOp.SUM and memory.owns(data):
+                    return memory.sum(data)
+                return self._all_reduce(data, wire_op)
 
             def finish(reduced: Tensor) -> Tensor:
+                if memory is not None and started is not None:
+                    memory.arrived(started)
                 if not transport.same_memory(reduced, data):
                     data.copy_(reduced)
                 else:
@@ -63,7 +103,7 @@ class InPlaceOperations(CollectiveBase):
                     data.div_(self.world_size)
                 return tensor
 
-            return self._started(lambda: self._all_reduce(data, wire_op), finish, async_op)
+            return self._started(start, finish, async_op)
         code = encode_reduction(tensor.detach(), reduce_op, self.world_size, self.capabilities)
         return self._started(
             lambda: self._reduced(code, self._all_reduce), lambda y: self._copied(tensor, code.finish(y)), async_op

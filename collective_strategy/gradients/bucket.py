@@ -55,7 +55,7 @@ class Bucket:
         self._moved: set[int] = set()
         self._buffer: Tensor | None = None
         self._views: list[Tensor] = []
-        self._unshared = 0
+        self._unshared = self._address = 0
         self._handle: Handle | None = None
 
     @property
@@ -64,14 +64,18 @@ class Bucket:
         return range(self._small, len(self.members))
 
     def _open(self) -> Tensor:
-        """The buffer of the backward before, or a new one if somebody still holds gradients in it."""
-        if self._buffer is None or (not self._moved and _holders(self._buffer) > self._unshared):
-            self._buffer = torch.empty(sum(self._numels), dtype=self._wire, device=self._device)
+        """The buffer of the backward before, or a new one if somebody still holds gradients in it, or moved them."""
+        if self._buffer is None or (not self._moved and self._is_taken(self._buffer)):
+            self._buffer = self.group.shared_empty(sum(self._numels), self._wire, self._device)
+            self._address = self._buffer.data_ptr()
             pieces = self._buffer.split(self._numels)
             self._views = [piece.view(p.shape) for piece, p in zip(pieces, self._parameters, strict=True)]
             del pieces
             self._unshared = _holders(self._buffer)
         return self._buffer
+
+    def _is_taken(self, buffer: Tensor) -> bool:
+        return _holders(buffer) > self._unshared or buffer.data_ptr() != self._address  # by share_memory_(), say
 
     @torch.no_grad()
     def move(self, place: int) -> None:

@@ -62,6 +62,7 @@ class Communicators:
         """The group over ``axes``."""
         if axes not in self._made:
             self._made[axes] = self.world.duplicate(None if self.world.mesh is None else axes)
+            self._made[axes].share_memory()
         return self._made[axes]
 
     def roles(
