@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -29,7 +30,10 @@ class Bucket:
 
     Attributes:
         trigger: The member whose hook looks whether all are there: the last one of the backward before.
+        outlives_step: Whether the results' memory is kept, also where the user drops them.
     """
+
+    outlives_step: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -35,16 +35,22 @@ class Increments:
     def __init__(self) -> None:
         # by the parameter's id; without parts, all of the gradient is reduced
         self._shown: dict[int, tuple[TensorWeakRef, _Parts | None]] = {}
+        # by index, where others are not shown instead; all of them reduced, and in memory that is kept anyway
+        self._kept: Mapping[int, Tensor] = {}
+        self._kept_by: Inventory | None = None
 
-    def _is_known(self, parameter: Tensor, gradient: Tensor) -> bool:
-        shown = self._shown.get(id(parameter))
-        return shown is not None and shown[0]() is gradient
+    def _find(self, inventory: Inventory, i: int, gradient: Tensor) -> tuple[bool, _Parts | None]:
+        """Whether a ``.grad`` is what was shown, and its parts."""
+        if self._kept.get(i) is gradient and self._kept_by is inventory:
+            return True, None
+        reference, parts = self._shown.get(id(inventory.parameters[i]), (None, None))
+        return reference is not None and reference() is gradient, parts
 
     def inseparable(self, inventory: Inventory, guard: StepGuard) -> str:
         """A parameter whose reduced gradient a backward behind our back went on top of, if averaging is no cure."""
         for i in sorted(guard.dirty):
             gradient = inventory.parameters[i].grad
-            if gradient is not None and self._is_known(inventory.parameters[i], gradient) and not inventory.averages(i):
+            if gradient is not None and not inventory.averages(i) and self._find(inventory, i, gradient)[0]:
                 return inventory.names[i]
         return ""
 
@@ -56,10 +62,10 @@ class Increments:
         dirty = guard.dirty
         apart: list[tuple[int, Tensor, Tensor | None]] = []
         for i, gradient in gradients:
-            if not self._is_known(inventory.parameters[i], gradient) or i in dirty:
+            known, parts = self._find(inventory, i, gradient)
+            if not known or i in dirty:
                 # A backward behind our back may have gone on top; what is not known to be reduced counts as fresh.
                 continue
-            parts = self._shown[id(inventory.parameters[i])][1]
             if parts is None:
                 apart.append((i, gradient, None))
             elif gradient._version == parts.version:
@@ -72,7 +78,7 @@ class Increments:
                     "before changing gradients: reducer.reduce_gradients()."
                 )
             # else all of it counts as fresh: averaging the reduced part once more changes nothing
-        self._shown = {}
+        self._shown, self._kept = {}, {}
         for i, _, local in apart:
             inventory.parameters[i].grad = local
         return {i: reduced for i, reduced, _ in apart}
@@ -99,8 +105,11 @@ class Increments:
         self.remember(inventory, reduced)
         self.place(inventory, reduced)
 
-    def remember(self, inventory: Inventory, reduced: Mapping[int, Tensor]) -> None:
-        """What will be placed."""
+    def remember(self, inventory: Inventory, reduced: Mapping[int, Tensor], *, kept: bool = False) -> None:
+        """What will be placed; ``kept`` where its memory outlives the step, so that we may hold it."""
+        if kept:
+            self._kept, self._kept_by = reduced, inventory
+            return
         parameters = inventory.parameters
         self._shown.update((id(parameters[i]), (TensorWeakRef(g), None)) for i, g in reduced.items())
 

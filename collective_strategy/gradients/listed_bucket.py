@@ -18,6 +18,8 @@ class ListedBucket(Bucket):
     and a backend that compiles makes those of one group one operation when the first is waited for.
     """
 
+    outlives_step = False
+
     @property
     def large(self) -> Sequence[int]:
         return ()

@@ -292,7 +292,8 @@ class GradientReducer(NormOperations):
         counts, used = flags.read()
         if not used.issuperset(reduced):
             reduced = {i: gradient for i, gradient in reduced.items() if i in used}
-        self._increments.remember(self._inventory, reduced)
+        kept = all(bucket.outlives_step for bucket in buckets)
+        self._increments.remember(self._inventory, reduced, kept=kept)
         late, unannounced = run.too_late(i for i, gradient in leftover.items() if not gradient.is_sparse)
         if run.divided:
             aside = self._take_inventory(aside)  # raises where the same weights are trainable on some ranks only
@@ -300,8 +301,9 @@ class GradientReducer(NormOperations):
         for bucket in buckets:
             converted.update((i, gradient) for i, gradient in bucket.wait().items() if i in used)
         aside |= {i: added(before, converted.get(i, reduced[i])) for i, before in aside.items() if i in reduced}
-        self._increments.remember(self._inventory, converted | aside)
-        aside = reduced | converted | aside
+        instead = converted | aside
+        self._increments.remember(self._inventory, instead)
+        aside = reduced | instead if instead else reduced
         if self._choices.settled(run.chosen):
             self._plans = {mask: plan for mask, plan in self._plans.items() if plan is self._plan}
         self._deferred |= late
