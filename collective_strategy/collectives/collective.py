@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -142,6 +142,13 @@ class Collective(DataOperations, InPlaceOperations, ObjectOperations):
 
         self._require_usable("varying_rng")
         return varying(self)
+
+    def _own_program(self) -> AbstractContextManager[None]:
+        """What is computed within, without communication, runs apart from the rest where a backend compiles programs.
+
+        For computations that pick some of several tensors that look alike, which XLA's programs may confuse.
+        """
+        return nullcontext()
 
     def _generators(self) -> list[Any]:
         """What draws random numbers on this rank, each with draw(), seed(number), state() and restore(state)."""

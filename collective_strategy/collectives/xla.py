@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from collective_strategy.collectives.layout import Partition
 from collective_strategy.collectives.operations import ReduceOp
 from collective_strategy.collectives.rendezvous import join
 from collective_strategy.collectives.side_channel import SideChannel
+from collective_strategy.collectives.xla_programs import as_torch_xla_sees_it, own_program
 from collective_strategy.collectives.xla_runtime import (
     Replica,
     XLAGenerator,
@@ -37,6 +39,7 @@ _REDUCED = frozenset(
 _MOVED = _REDUCED | {torch.bool}
 
 Groups = tuple[tuple[int, ...], ...]
+T = TypeVar("T")
 
 
 class XLACollective(Collective):
@@ -107,6 +110,9 @@ class XLACollective(Collective):
         return self._root.world_size
 
     # -- primitives ----------------------------------------------------------------------------------------------------
+
+    def _own_program(self) -> AbstractContextManager[None]:
+        return own_program(self._replica.cut)
 
     def _generators(self) -> list[Any]:
         return [XLAGenerator()]  # not the CPU's: replicas may be threads of one process, which share it
@@ -199,6 +205,14 @@ class XLACollective(Collective):
         between = [[replicas[source], replicas[target]] for source, target in pairs]
         return _Deferred(self, lambda: xm.collective_permute(x, between))
 
+    def _apart(self, make: Callable[[], T]) -> T:
+        """One operation, between two cuts of the graph."""
+        self._replica.cut()
+        with as_torch_xla_sees_it():
+            result = make()
+            self._replica.cut()
+        return result
+
     # -- the operations of torch_xla -----------------------------------------------------------------------------------
 
     @property
@@ -255,9 +269,7 @@ class _Deferred(Handle):
 
     def wait(self) -> Tensor:
         if self._result is None:
-            self._collective._replica.cut()
-            self._result = self._make()
-            self._collective._replica.cut()
+            self._result = self._collective._apart(self._make)
         return self._result
 
     def is_completed(self) -> bool:
@@ -284,9 +296,9 @@ class _Batch:
 
     def result(self, index: int) -> Tensor:
         if not self.done:
-            self._collective._replica.cut()
-            self._results = self._collective._list_reduced(_OPS[self.op], self._tensors)
-            self._collective._replica.cut()
+            self._results = self._collective._apart(
+                lambda: self._collective._list_reduced(_OPS[self.op], self._tensors)
+            )
             self.done, self._tensors = True, []
         return self._results[index]
 

@@ -10,13 +10,11 @@ any other one there is a deadlock or an abort:
 3. A thread waits for its own device before it takes that turn, and never while it has it.
 4. No buffers are donated to a program: their release would wait for it, in that turn.
 5. Each device has a tensor that lives: without one, torch_xla waits for device 0 instead.
-6. Only programs that communicate are shared. torch_xla takes graphs for the same that differ only in which of several
-   equal nodes an operation uses (https://github.com/pytorch/xla/issues/8353), so a rank that uses layers in another
-   order would run another rank's program. All other graphs get a tensor more, whose shape tells the rank.
+6. Each graph is told apart from those that torch_xla takes for the same, see ``xla_programs``: the threads share its
+   programs, and ranks that use layers in different orders would run each other's.
 
-And reading a value compiles too, so the graph is cut before. For the sixth reason it is cut around a backward and after
-a step of an optimizer too, so that steps that use layers in changing orders are safe. On TPUs, with one process per
-chip, none of this is needed and nothing here runs.
+And reading a value compiles too, so the graph is cut before. On TPUs, with one process per chip, the first five are not
+needed and nothing here runs.
 """
 
 from __future__ import annotations
@@ -30,16 +28,17 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 
 from collective_strategy.collectives.errors import CollectiveStateError
+from collective_strategy.collectives.xla_programs import GraphRecorder, active_recorder, inner
 from collective_strategy.collectives.xla_runtime import TOKEN_VARIABLE, as_replica, import_xla
 
 T = TypeVar("T")
 DEVICES_VARIABLE = "CPU_NUM_DEVICES"
 _COMMUNICATING = re.compile("_xla_.*(all_reduce|all_gather|reduce_scatter|all_to_all|permute|send|recv).*")
-_COMPILING = ("_xla_step_marker", "_xla_sync_multi", "_xla_warm_up_cache", "_xla_get_cpu_tensors")
+_CUTTING = "_xla_step_marker"
+_COMPILING = (_CUTTING, "_xla_sync_multi", "_xla_warm_up_cache", "_xla_get_cpu_tensors")
 
 
 def cpu_environment(devices: int) -> dict[str, str]:
@@ -78,11 +77,11 @@ def run_on_cpu_devices(devices: int, function: Callable[[int], T]) -> list[T]:
             f"{runtime.addressable_device_count()} {runtime.device_type()} device(s) in this process, which cannot be "
             "changed any more. Ask for them before anything uses XLA, or in a process of its own."
         )
-    with _one_compiles_at_a_time(torch_xla), _cut_after_steps(torch_xla):
+    with _one_compiles_at_a_time(torch_xla):
 
         def in_thread() -> T:
             alive = torch.zeros(1).to(torch_xla.device())
-            with as_replica(), _CutBeforeReading(torch_xla):
+            with as_replica(), GraphRecorder(), _CutBeforeReading(torch_xla):
                 result = function(runtime.global_ordinal())
             del alive
             return result
@@ -91,23 +90,13 @@ def run_on_cpu_devices(devices: int, function: Callable[[int], T]) -> list[T]:
     return [results[rank] for rank in range(devices)]
 
 
-_programs = 0
-
-
-def forget_programs() -> None:
-    """From now on nothing that was compiled before is used. Called once, while no rank computes."""
-    global _programs
-    _programs += 1
-
-
 @contextmanager
 def _one_compiles_at_a_time(torch_xla: Any) -> Iterator[None]:
     extension = torch_xla._XLAC
-    _, xla_model, runtime = import_xla()
+    xla_model = import_xla()[1]
     wait = extension._xla_wait_device_ops
     communicating = [name for name in dir(extension) if _COMMUNICATING.fullmatch(name)]
     originals = {name: getattr(extension, name) for name in (*_COMPILING, *communicating)}
-    communicates: set[str] = set()  # devices with a collective in their graph
     turn = threading.RLock()
 
     def own_device() -> str:
@@ -121,32 +110,42 @@ def _one_compiles_at_a_time(torch_xla: Any) -> Iterator[None]:
         def compile_and_start(*args: Any, **settings: Any) -> Any:
             waits = settings.pop("wait", None)
             wait_for_own()
+            recorder = active_recorder()
+            tag = None if recorder is None else recorder.tag()
             with turn:
-                shared = own_device() in communicates
-                # Programs are told apart by a hash that takes x - y for y - x (pytorch/xla#8353), so neither another
-                # rank's program nor one of an earlier function is used: a constant of another length is in each.
-                length = 2 + _programs * (1 + runtime.addressable_device_count())
-                length += 0 if shared else 1 + runtime.global_ordinal()
-                tag = torch.ones(length, device=torch_xla.device())
                 result = original(*args, **settings, **({} if waits is None else {"wait": False}))
-                del tag
-            if original is originals["_xla_step_marker"]:
-                communicates.discard(own_device())
+            del tag
+            if recorder is not None:
+                recorder.forget()
             if waits:
                 wait_for_own()
             return result
 
         return compile_and_start
 
+    def after_a_cut(original: Callable[..., Any]) -> Callable[..., Any]:
+        """For functions that compile a part of the graph, in which there is no tag: nothing is left to compile."""
+
+        def cut_first(*args: Any, **settings: Any) -> Any:
+            torch_xla.sync()
+            return original(*args, **settings)
+
+        return cut_first
+
     def recorded(original: Callable[..., Any]) -> Callable[..., Any]:
         def record(*args: Any, **settings: Any) -> Any:
-            communicates.add(own_device())
-            return original(*args, **settings)
+            recorder = active_recorder()
+            given = inner(args)
+            result = original(*args, **settings)
+            if recorder is not None:
+                recorder.record(original.__name__, given, inner(result), inner(args))
+            return result
 
         return record
 
     for name, original in originals.items():
-        setattr(extension, name, in_turn(original) if name in _COMPILING else recorded(original))
+        changed = in_turn(original) if name in _COMPILING else recorded(original)
+        setattr(extension, name, changed if name in (_CUTTING, *communicating) else after_a_cut(changed))
     extension._xla_wait_device_ops = wait_for_own
     try:
         yield
@@ -154,15 +153,6 @@ def _one_compiles_at_a_time(torch_xla: Any) -> Iterator[None]:
         for name, original in originals.items():
             setattr(extension, name, original)
         extension._xla_wait_device_ops = wait
-
-
-@contextmanager
-def _cut_after_steps(torch_xla: Any) -> Iterator[None]:
-    hook = register_optimizer_step_post_hook(lambda *_: torch_xla.sync())
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 _READING = {
@@ -177,7 +167,7 @@ _READING = {
 
 
 class _CutBeforeReading(TorchFunctionMode):
-    """Cuts the graph before a value is read, which would otherwise compile out of turn, and around a backward."""
+    """Cuts the graph before a value is read, which would otherwise compile out of turn."""
 
     def __init__(self, torch_xla: Any) -> None:
         super().__init__()
@@ -185,11 +175,6 @@ class _CutBeforeReading(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is Tensor.backward:
-            self._torch_xla.sync()
-            func(*args, **kwargs)
-            self._torch_xla.sync()
-            return None
         read = None
         if func in _READING:
             read = args[0] if args else None

@@ -56,8 +56,28 @@ class NormOperations:
         if self._guard is not None:
             self._guard.refuse_unreduced("a gradient norm", parameters)
         infinite = math.isinf(norm_type)
+        with self._collective._own_program():
+            terms = self._local_terms(parameters, norm_type)
+        if isinstance(terms, Tensor):
+            return terms
+        total = terms[()]
+        for axes in self._norm_axes:
+            part = terms[axes]
+            self._norm_groups[axes].all_reduce_(part, "max" if infinite else "sum")
+            total = torch.maximum(total, part) if infinite else total + part
+        # Different groups may round differently, and one factor must hold everywhere.
+        if len(self._norm_axes) > 1:
+            self._collective.broadcast_(total)
+        norm = torch.where(total[1] > 0, torch.nan, total[0]) if infinite else total[0] ** (1.0 / norm_type)
+        return norm.to(torch.float64 if self._wide else torch.float32)
+
+    def _local_terms(
+        self, parameters: Iterable[nn.Parameter], norm_type: float
+    ) -> Tensor | dict[tuple[str, ...], Tensor]:
+        """What this rank's weights contribute, by the axes over which it is summed; the norm itself if by none."""
+        infinite = math.isinf(norm_type)
         terms: dict[tuple[str, ...], list[Tensor]] = {axes: [] for axes in [(), *self._norm_axes]}
-        chosen = [p for p in self._chosen(parameters) if p.grad is not None and p.grad.numel()]
+        chosen = [p for p in parameters if p.grad is not None and p.grad.numel()]
         gradients = [parameter.grad for parameter in chosen if parameter.grad is not None]
         if not self._norm_axes and all(not g.is_sparse and g.dtype.itemsize >= 4 for g in gradients):
             return torch.nn.utils.get_total_norm(gradients, norm_type)
@@ -70,16 +90,7 @@ class NormOperations:
             norm = torch.linalg.vector_norm(values, norm_type, dtype=dtype).to(torch.float64)
             axes = self._varying[i] if i is not None and self._norm_axes else ()
             terms[axes].append(norm if infinite else norm**norm_type)
-        total = _joined(terms[()], infinite, self._collective.device)
-        for axes in self._norm_axes:
-            part = _joined(terms[axes], infinite, self._collective.device)
-            self._norm_groups[axes].all_reduce_(part, "max" if infinite else "sum")
-            total = torch.maximum(total, part) if infinite else total + part
-        # Different groups may round differently, and one factor must hold everywhere.
-        if len(self._norm_axes) > 1:
-            self._collective.broadcast_(total)
-        norm = torch.where(total[1] > 0, torch.nan, total[0]) if infinite else total[0] ** (1.0 / norm_type)
-        return norm.to(torch.float64 if self._wide else torch.float32)
+        return {axes: _joined(norms, infinite, self._collective.device) for axes, norms in terms.items()}
 
     def clip_grad_norm_(
         self, max_norm: float, parameters: Iterable[nn.Parameter] | None = None, norm_type: float = 2.0

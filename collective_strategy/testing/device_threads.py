@@ -42,9 +42,6 @@ class SharedProcess(OwnProcess):
         if not self._frozen:
             gc.freeze()  # as the spawner does; XLA was imported after that
             self._frozen = True
-        from collective_strategy.collectives.xla_threads import forget_programs
-
-        forget_programs()  # the next function may have another model that looks the same to torch_xla
         super().begin(self._calls[0])
         self._calls.clear()
 

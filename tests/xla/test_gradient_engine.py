@@ -37,7 +37,7 @@ MODULES = (
 )
 NO_BUCKETS = "gradients are not packed on XLA and leave when backward ends: one operation on a list per group"
 NO_SPARSE = "torch_xla has no sparse tensors, see test_limits"
-NO_COMPILER = "torch's compiler is one per process and refuses to run in two threads at a time"
+NO_COMPILER = "torch does not compile in ranks that are threads, see docs/xla.md"
 NOT_HERE = {
     "test_a_compiled_module": NO_COMPILER,
     "test_compiled_autograd": NO_COMPILER,

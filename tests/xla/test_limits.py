@@ -1,8 +1,6 @@
 """What torch_xla 2.9 gets wrong or lacks by itself, without a collective. Each is named in docs/xla.md; what no longer
 fails can be taken out there."""
 
-import os
-
 import pytest
 import torch
 
@@ -13,44 +11,6 @@ from collective_strategy.testing import WorkerDiedError, run_ranks
 def alone(function):
     """On one device, without a collective."""
     return run_ranks(1, function, backend=None, ranks="device")[0].result()
-
-
-def test_graphs_that_differ_in_which_of_two_equal_operands_is_meant_are_taken_for_one():
-    """https://github.com/pytorch/xla/issues/8353"""
-
-    def values(_):
-        import torch_xla
-
-        seen = []
-        for turned in (False, True):
-            x, y = (torch.tensor([value]).to(torch_xla.device()) for value in (3.0, 5.0))
-            torch_xla.sync()
-            double, difference = x * 2, y - x if turned else x - y
-            torch_xla.sync()
-            seen.append((double.item(), difference.item()))
-        return seen
-
-    assert alone(values) == [(6.0, -2.0), (6.0, -2.0)]  # and not (6.0, 2.0)
-
-
-def test_no_program_of_an_earlier_function_is_used():
-    """The limit above, across two functions in one process: the second has a program of its own."""
-
-    def value(turned):
-        def values(_):
-            import torch_xla
-
-            x, y = (torch.tensor([value]).to(torch_xla.device()) for value in (3.0, 5.0))
-            torch_xla.sync()
-            double, difference = x * 2, y - x if turned else x - y
-            torch_xla.sync()
-            return double.item(), difference.item(), os.getpid()
-
-        return alone(values)
-
-    first, second = value(turned=False), value(turned=True)
-    assert first[2] == second[2]
-    assert (first[:2], second[:2]) == ((6.0, -2.0), (6.0, 2.0))
 
 
 def test_complex128_loses_its_imaginary_part_when_it_is_read():
