@@ -115,8 +115,9 @@ class BackwardRun:
         self._hooks: list[RemovableHandle] = []
         self._waits = [hold or not deferred.isdisjoint(bucket.members) for bucket in plan.buckets]
         for position, (bucket, waits) in enumerate(zip(plan.buckets, self._waits, strict=True)):
-            for place in bucket.large:
-                self._hook(bucket.members[place], functools.partial(self._move, position, place))
+            if len(bucket.parts) > 1:  # the only one is moved when the bucket is filled
+                for part, trigger in enumerate(bucket.triggers):
+                    self._hook(trigger, functools.partial(self._move, position, part))
             if not waits:
                 self._hook(bucket.trigger, self._advance)
 
@@ -125,10 +126,10 @@ class BackwardRun:
         if parameter.requires_grad:
             self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
 
-    def _move(self, position: int, place: int, _parameter: Tensor) -> None:
-        """A hook: the gradient of a large parameter goes into its bucket."""
+    def _move(self, position: int, part: int, _parameter: Tensor) -> None:
+        """A hook: the gradients of a part go into their bucket."""
         if position >= self._next:
-            self.plan.buckets[position].move(place)
+            self.plan.buckets[position].move(part)
 
     def _advance(self, _parameter: Tensor) -> None:
         """A hook: sends the buckets whose turn it is and whose gradients are there."""
@@ -185,6 +186,9 @@ class BackwardRun:
         last = {where[i]: i for i in self._fired if i in where}
         for position, i in last.items():
             self.plan.buckets[position].trigger = i
+        parts = self.plan.parts
+        for (bucket, part), i in {parts[i]: i for i in self._fired if i in parts}.items():
+            bucket.triggers[part] = i
         self._early = self._next
 
     def finish(self, header: Callable[[], list[bool]]) -> Flags:

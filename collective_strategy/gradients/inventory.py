@@ -165,7 +165,7 @@ class Inventory:
         """Whether a parameter was added, removed, replaced, reshaped, converted or moved since."""
         now = list(itertools.chain.from_iterable(map(dict.values, self._tables)))
         if len(now) == len(self._entries) and not any(map(operator.is_not, now, self._entries)):
-            return _signature(self.parameters) != self.signature
+            return _looks(self.parameters) != self.signature[1:]
         self._tables, self._entries = _tree(module)
         return _signature(list(module.parameters())) != self.signature
 
@@ -219,8 +219,11 @@ class Inventory:
 
 
 def _signature(parameters: Sequence[nn.Parameter]) -> list[list[Any]]:
+    return [list(map(id, parameters)), *_looks(parameters)]
+
+
+def _looks(parameters: Sequence[nn.Parameter]) -> list[list[Any]]:
     return [
-        list(map(id, parameters)),
         [parameter.shape for parameter in parameters],
         [parameter.dtype for parameter in parameters],
         [parameter.device for parameter in parameters],

@@ -15,9 +15,9 @@ from collective_strategy.gradients.inventory import Communicators, Inventory, Ro
 @dataclass(frozen=True)
 class BucketSizes:
     """Bytes. Gradients are packed up to ``packed``; the first bucket, whose all-reduce starts first of all, up to
-    ``first``. A gradient of ``large`` or more is moved into its bucket as soon as it is ready."""
+    ``first``. They are moved into their bucket as soon as ``moved`` of them are ready."""
 
-    large: int = 128 << 10
+    moved: int = 256 << 10
     packed: int = 4 << 20
     first: int = 1 << 20
 
@@ -39,6 +39,13 @@ class Plan:
         self.number = 0
         self.buckets = buckets
         self.where = {i: position for position, bucket in enumerate(buckets) for i in bucket.members}
+        self.parts = {
+            bucket.members[place]: (bucket, part)
+            for bucket in buckets
+            if len(bucket.parts) > 1
+            for part, places in enumerate(bucket.parts)
+            for place in places
+        }
 
     @classmethod
     def make(
@@ -60,7 +67,7 @@ class Plan:
             kind = ListedBucket
         cut = cut_into_buckets(inventory, members, sizes, reduce_dtype, compression, interleaved=interleaved)
         return cls(
-            [kind(m, inventory, route, communicators.over(route.axes), wire, sizes.large) for m, route, wire in cut]
+            [kind(m, inventory, route, communicators.over(route.axes), wire, sizes.moved) for m, route, wire in cut]
         )
 
 

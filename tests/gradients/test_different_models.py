@@ -39,7 +39,7 @@ def inputs() -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "sizes", [BucketSizes(large=1, packed=1, first=1), BucketSizes()], ids=["moved, a bucket each", "packed"]
+    "sizes", [BucketSizes(moved=1, packed=1, first=1), BucketSizes()], ids=["moved, a bucket each", "packed"]
 )
 def test_model_ranks_with_different_layers_equal_one_process(sizes):
     def train(collective):

@@ -109,7 +109,7 @@ class BackwardInside(torch.autograd.Function):
 
 @pytest.mark.parametrize(
     "sizes",
-    [BucketSizes(packed=1, first=1), BucketSizes(large=1, packed=1, first=1), BucketSizes(), BucketSizes(large=1)],
+    [BucketSizes(packed=1, first=1), BucketSizes(moved=1, packed=1, first=1), BucketSizes(), BucketSizes(moved=1)],
     ids=["a bucket each", "moved, a bucket each", "packed", "moved, packed"],
 )
 def test_a_backward_inside_backward(sizes):
@@ -132,7 +132,7 @@ def test_a_backward_inside_backward(sizes):
 
 @pytest.mark.parametrize(
     "sizes",
-    [BucketSizes(packed=1, first=1), BucketSizes(large=1, packed=1, first=1), BucketSizes(), BucketSizes(large=1)],
+    [BucketSizes(packed=1, first=1), BucketSizes(moved=1, packed=1, first=1), BucketSizes(), BucketSizes(moved=1)],
     ids=["a bucket each", "moved, a bucket each", "packed", "moved, packed"],
 )
 def test_a_layer_in_two_reentrant_checkpoints_counts_once_each(sizes):

@@ -58,7 +58,7 @@ def in_one_process() -> dict[str, list[torch.Tensor]]:
 
 
 @pytest.mark.parametrize(
-    "sizes", [BucketSizes(large=1, packed=1, first=1), BucketSizes()], ids=["moved, a bucket each", "packed"]
+    "sizes", [BucketSizes(moved=1, packed=1, first=1), BucketSizes()], ids=["moved, a bucket each", "packed"]
 )
 def test_200_steps_equal_one_process(sizes):
     """Gather over the data axis, replicate and all-reduce over the model axis, clipping, and naps up to 2 ms."""

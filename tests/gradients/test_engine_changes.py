@@ -229,7 +229,7 @@ def test_a_difference_between_two_ranks_is_refused_on_all_four(difference):
     assert "rank 2" in text or "rank 3" in text
 
 
-@pytest.mark.parametrize("sizes", [BucketSizes(), BucketSizes(large=1)], ids=["packed", "moved"])
+@pytest.mark.parametrize("sizes", [BucketSizes(), BucketSizes(moved=1)], ids=["packed", "moved"])
 def test_an_exception_before_anything_was_sent_leaves_the_gradients_of_this_rank(sizes):
     """They are local, as after no_sync, and the next backward reduces them too."""
 

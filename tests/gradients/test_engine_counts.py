@@ -135,13 +135,13 @@ def test_all_buckets_but_the_last_two_are_sent_before_the_last_hook(marked, mesh
         assert launched_by[0] == 1  # the very first hook sends the first bucket
 
 
-@pytest.mark.parametrize("large", [1, 10**6], ids=["moved", "packed"])
-def test_a_bucket_is_sent_with_its_last_gradient_in_whatever_order_they_come(large):
+@pytest.mark.parametrize("moved", [1, 10**6], ids=["moved", "packed"])
+def test_a_bucket_is_sent_with_its_last_gradient_in_whatever_order_they_come(moved):
     """Four buckets of three weights; in every backward the weights are ready in another order, on each rank another."""
 
     def log(collective):
         weights = nn.ParameterList([nn.Parameter(torch.ones(10)) for _ in range(12)])
-        reducer = GradientReducer(weights, collective, sizes=BucketSizes(large, packed=120, first=120))
+        reducer = GradientReducer(weights, collective, sizes=BucketSizes(moved, packed=120, first=120))
         dice = random.Random(collective.rank)
         outcomes = []
         for _ in range(20):
@@ -258,7 +258,7 @@ def test_gradients_lie_in_the_buckets_memory_which_is_used_again_when_nobody_hol
     def check(collective):
         w, v = nn.Parameter(torch.zeros(1000)), nn.Parameter(torch.zeros(10))
         module = nn.ParameterList([w, v])
-        reducer = GradientReducer(module, collective, sizes=BucketSizes(large=4000))
+        reducer = GradientReducer(module, collective, sizes=BucketSizes(moved=4000))
         (bucket,) = reducer._plan.buckets
         seen, buffers, kept = [], [], []
         for step in range(4):

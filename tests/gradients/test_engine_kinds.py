@@ -145,7 +145,7 @@ def test_weights_without_elements_and_with_odd_strides():
         module = nn.ParameterList([turned, cut, nn.Parameter(torch.zeros(0))])
         a, b = torch.arange(6.0).view(2, 3), torch.arange(12.0).view(4, 3)
         right = []
-        for sizes in (BucketSizes(large=1, packed=1, first=1), BucketSizes()):
+        for sizes in (BucketSizes(moved=1, packed=1, first=1), BucketSizes()):
             module.zero_grad()
             reducer = GradientReducer(module, collective, sizes=sizes)
             for _ in range(2):

@@ -110,7 +110,7 @@ def test_rich_shows_the_same_cells(explained):
     assert everywhere.title in rich
 
 
-@pytest.mark.parametrize("sizes", [None, BucketSizes(large=64, packed=64, first=32)], ids=["default", "small"])
+@pytest.mark.parametrize("sizes", [None, BucketSizes(moved=64, packed=64, first=32)], ids=["default", "small"])
 def test_buckets_and_bytes_are_those_of_the_reducer(sizes):
     def build(collective):
         model = Model(0)
