@@ -23,7 +23,8 @@ class Fitted(L.LightningModule):
     def configure_model(self) -> None:
         self.data, self.model, self.k = place(self.collective, self.setting)
         self.net = Network(self.setting, self.model)
-        self.x, self.whole = batches(self.setting)
+        with torch.device("cpu"):  # a batch cut out of a device's tensor would be a program of its own on XLA
+            self.x, self.whole = batches(self.setting)
 
     def loss(self, step: int, micro: int) -> torch.Tensor:
         x = self.x[step, micro, self.data, self.k].to(self.device)
