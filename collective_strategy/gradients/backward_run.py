@@ -140,6 +140,7 @@ class BackwardRun:
             missing = [i for i in bucket.members if i not in self._fired and not self._is_silent(i)]
             if missing:
                 bucket.trigger = max(missing, key=lambda i: abs(i - bucket.trigger))
+                self.plan.order = []
                 self._hook(bucket.trigger, self._advance)
                 return
             if self.divided:
@@ -182,13 +183,7 @@ class BackwardRun:
         for handle in self._hooks:
             handle.remove()
         self._hooks.clear()
-        where = self.plan.where
-        last = {where[i]: i for i in self._fired if i in where}
-        for position, i in last.items():
-            self.plan.buckets[position].trigger = i
-        parts = self.plan.parts
-        for (bucket, part), i in {parts[i]: i for i in self._fired if i in parts}.items():
-            bucket.triggers[part] = i
+        self.plan.follow(list(self._fired))
         self._early = self._next
 
     def finish(self, header: Callable[[], list[bool]]) -> Flags:

@@ -167,7 +167,9 @@ class Bucket:
         """Waits for the all-reduce. Returns the results that must take the place of others, in their parameter's dtype
         and strides."""
         assert self._handle is not None
-        unlike = [k for k, p in enumerate(self._parameters) if p.dtype != self._wire or not p.is_contiguous()]
+        unlike: list[int] = []
+        if {p.dtype for p in self._parameters} != {self._wire} or not all(map(Tensor.is_contiguous, self._parameters)):
+            unlike = [k for k, p in enumerate(self._parameters) if p.dtype != self._wire or not p.is_contiguous()]
         self._handle.wait()
         self._handle = None
         return {

@@ -32,20 +32,30 @@ class BucketSizes:
 class Plan:
     """The buckets for one choice of trainable parameters, in the order in which all ranks launch them.
 
-    ``number`` says which agreement of the ranks it comes from.
+    ``number`` says which agreement of the ranks it comes from, ``order`` in which order the gradients of the backward
+    before were ready.
     """
 
     def __init__(self, buckets: list[Bucket]) -> None:
         self.number = 0
         self.buckets = buckets
         self.where = {i: position for position, bucket in enumerate(buckets) for i in bucket.members}
-        self.parts = {
-            bucket.members[place]: (bucket, part)
-            for bucket in buckets
-            if len(bucket.parts) > 1
-            for part, places in enumerate(bucket.parts)
-            for place in places
-        }
+        self.order: list[int] = []
+
+    def follow(self, order: list[int]) -> None:
+        """The next backward is expected to be ready with the gradients in this order; it sets the triggers."""
+        if order == self.order:
+            return
+        self.order = order
+        last = {self.where[i]: i for i in order if i in self.where}
+        for position, i in last.items():
+            self.buckets[position].trigger = i
+        places = {i: place for place, i in enumerate(order)}
+        for bucket in self.buckets:
+            for part, members in enumerate(bucket.parts):
+                known = [i for i in bucket.members[members.start : members.stop] if i in places]
+                if known:
+                    bucket.triggers[part] = max(known, key=places.__getitem__)
 
     @classmethod
     def make(
