@@ -93,7 +93,7 @@ class InPlaceOperations(CollectiveBase):
                 return self._all_reduce(data, wire_op)
 
             def finish(reduced: Tensor) -> Tensor:
-                if memory is not None and started is not None:
+                if memory is not None and started is not None and data.numel():  # of nothing, nobody waits for anybody
                     memory.arrived(started)
                 if not transport.same_memory(reduced, data):
                     data.copy_(reduced)

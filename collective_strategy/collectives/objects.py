@@ -56,9 +56,9 @@ class ObjectOperations(CollectiveBase):
             def run() -> Any:
                 if self.world_size == 1:
                     return self._unpickled([(status, payload)])[0]
-                header = torch.tensor([status, len(payload)], dtype=torch.int64)
+                header = torch.tensor([status, len(payload)], dtype=torch.int64, device="cpu")
                 status_there, length = transport.broadcast(self, header, root).tolist()
-                data = _tensor(payload) if self.rank == root else torch.zeros(length, dtype=torch.uint8)
+                data = _tensor(payload) if self.rank == root else torch.zeros(length, dtype=torch.uint8, device="cpu")
                 received = transport.broadcast(self, data, root)
                 return self._unpickled([(status_there, _bytes(received))], first_rank=root)[0]
 
@@ -85,7 +85,9 @@ class ObjectOperations(CollectiveBase):
             def run() -> Any:
                 failed = [payload for status, payload in payloads if status == _FAILED]
                 own = [(_FAILED, failed[0])] * self.world_size if failed else payloads
-                header = torch.tensor([[status, len(payload)] for status, payload in own], dtype=torch.int64)
+                header = torch.tensor(
+                    [[status, len(payload)] for status, payload in own], dtype=torch.int64, device="cpu"
+                )
                 status, length = transport.scatter(self, header, root, 0, (1,) * self.world_size)[0].tolist()
                 flat = _tensor(b"".join(payload for _, payload in own))
                 here = self.rank == root
@@ -103,7 +105,7 @@ class ObjectOperations(CollectiveBase):
         return Plan(lambda: self._gather_payloads(status, payload, None), f"{name}()", nbytes=len(payload))
 
     def _gather_payloads(self, status: int, payload: bytes, dst: int | None) -> list[Any] | None:
-        header = torch.tensor([status, len(payload)], dtype=torch.int64)
+        header = torch.tensor([status, len(payload)], dtype=torch.int64, device="cpu")
         table = transport.all_gather(self, header).tolist()
         lengths = [row[1] for row in table]
         failed = any(row[0] == _FAILED for row in table)
@@ -157,7 +159,11 @@ def _pickled(obj: Any) -> tuple[int, bytes]:
 
 
 def _tensor(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.zeros(0, dtype=torch.uint8)
+    return (
+        torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if data
+        else torch.zeros(0, dtype=torch.uint8, device="cpu")
+    )
 
 
 def _bytes(data: Tensor) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import mmap
 import os
@@ -9,7 +10,7 @@ import secrets
 import struct
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from collective_strategy.collectives.collective import Collective
 
 log = logging.getLogger("collective_strategy")
+_Memory: TypeAlias = "ctypes.Array[ctypes.c_ubyte]"
 VARIABLE = "COLLECTIVE_STRATEGY_SHARED_MEMORY"
 _MOST_RANKS = 64  # each keeps a file of every other one open
 _ROW = struct.Struct("qqq")
@@ -45,17 +47,17 @@ class SharedMemory:
     and its size. All ranks see all rows, so they come to the same decisions.
     """
 
-    def __init__(self, group: Collective, own: int, files: Sequence[int]) -> None:
+    def __init__(self, group: Collective, own: int, files: Sequence[int], tables: Sequence[_Memory]) -> None:
         self._group = weakref.proxy(group)
-        self._rank, self._own, self._files = group.rank, own, files
+        self._rank, self._own, self._files, self._tables = group.rank, own, files, tables
         self._end = _TABLE_BYTES
-        self._tables = [mmap.mmap(file, _TABLE_BYTES) for file in files]
-        self._segments: dict[int, weakref.ref[_Segment]] = {}
+        self._segments: dict[int, tuple[weakref.ref[_Memory | mmap.mmap], int]] = {}  # by address: memory, its place
         self._mapped: dict[tuple[int, int], tuple[int, Tensor]] = {}  # by rank and place: last batch, bytes
         self._batch = 1
         self._pending: list[Tensor] = []
         self._arrived = 0
-        self._flag = torch.zeros(1)
+        with torch.inference_mode(False):  # the caller's mode and defaults are no matter of ours
+            self._flag = torch.zeros(1, dtype=torch.float32, device="cpu")
         for file in {own, *files}:
             weakref.finalize(self, os.close, file)
 
@@ -78,6 +80,7 @@ class SharedMemory:
             except OSError as error:
                 failure = str(error)
         files: list[int] = []
+        tables: list[_Memory] = []
         try:
             cards = group.all_gather_object((group._node, os.getpid(), own, nonce, failure))
             failure = next((card[-1] for card in cards if card[-1]), "")
@@ -86,10 +89,11 @@ class SharedMemory:
             if not failure:
                 try:
                     files.extend(_opened(process, file, card) for _, process, file, card, _ in cards)
+                    tables.extend(_map_file(file, 0, _TABLE_BYTES) for file in files)
                 except OSError as error:
                     failure = str(error)
                 failure = next(filter(None, group.all_gather_object(failure)), "")
-            memory = None if failure else cls(group, own, files)
+            memory = None if failure else cls(group, own, files, tables)
         except BaseException:
             memory = None
             raise
@@ -103,31 +107,30 @@ class SharedMemory:
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A flat tensor, uninitialised, that `sum` takes. Local; its memory is given back with its last view."""
         length = -(-numel * dtype.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
+        memory: _Memory | mmap.mmap
         try:
             os.posix_fallocate(self._own, self._end, length)  # where there is no memory this says so, not a signal
-            segment = _Segment(self._own, length, offset=self._end)
-            segment.place, segment.process = self._end, os.getpid()
+            memory, place = _map_file(self._own, self._end, length, give_back=True), self._end
             self._end += length
         except OSError:
-            segment = _Segment(-1, length)  # the others see that it is outside
-        self._segments = {at: known for at, known in self._segments.items() if known() is not None}
-        tensor = torch.frombuffer(segment, dtype=dtype, count=numel)
-        self._segments[tensor.data_ptr()] = weakref.ref(segment)
+            memory, place = mmap.mmap(-1, length), 0  # the others see that it is outside
+        self._segments = {at: known for at, known in self._segments.items() if known[0]() is not None}
+        tensor = torch.frombuffer(memory, dtype=dtype, count=numel)
+        self._segments[tensor.data_ptr()] = weakref.ref(memory), place
         return tensor
 
     def owns(self, x: Tensor) -> bool:
         """Whether ``x`` begins where a tensor made by `empty` does."""
-        segment = self._segments.get(x.data_ptr())
-        return segment is not None and segment() is not None
+        known = self._segments.get(x.data_ptr())
+        return known is not None and known[0]() is not None
 
     # -- sums ----------------------------------------------------------------------------------------------------------
 
     def sum(self, x: Tensor) -> Handle:
         """Starts the sum of a tensor made by `empty`. All ranks start the same ones in the same order."""
-        segment = self._segments[x.data_ptr()]()
-        assert segment is not None
+        _, place = self._segments[x.data_ptr()]
         self._pending.append(x.view(-1))
-        self._write(len(self._pending), segment.place, x.numel() * x.element_size())
+        self._write(len(self._pending), place, x.numel() * x.element_size())
         self._write(0, len(self._pending), 0)
         return _Sum(self, self._batch, x)
 
@@ -183,7 +186,7 @@ class SharedMemory:
         _, seen = self._mapped.get((rank, place), (0, None))
         if seen is None or seen.numel() < nbytes:
             length = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-            seen = torch.frombuffer(mmap.mmap(self._files[rank], length, offset=place), dtype=torch.uint8, count=nbytes)
+            seen = torch.frombuffer(_map_file(self._files[rank], place, length), dtype=torch.uint8, count=nbytes)
         self._mapped[rank, place] = self._batch, seen
         return seen[:nbytes].view(like.dtype)
 
@@ -219,15 +222,27 @@ class _Sum(Handle):
         return self._batch < self._memory.started[0]
 
 
-class _Segment(mmap.mmap):
-    """A part of this rank's file; gives its memory back when nobody holds it any more."""
+def _map_file(file: int, place: int, length: int, *, give_back: bool = False) -> _Memory:
+    """A part of a file as memory, until nobody holds it any more; then, to ``give_back``, the file gives it back.
 
-    place = 0
-    process = 0
+    Not by `mmap.mmap`, which keeps a file open for each: every bucket of every rank would take one of the process'.
+    """
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    address = library.mmap(None, length, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, file, place)
+    if address == ctypes.c_void_p(-1).value:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+    memory = (ctypes.c_ubyte * length).from_address(address)
+    weakref.finalize(memory, _unmap, library, address, length, os.getpid() if give_back else 0).atexit = False
+    return memory
 
-    def __del__(self, own: object = os.getpid, remove: int = getattr(mmap, "MADV_REMOVE", 0)) -> None:
-        if self.place and self.process == own():  # type: ignore[operator]  # a forked process only looks on
-            self.madvise(remove)
+
+def _unmap(library: ctypes.CDLL, address: int, length: int, process: int) -> None:
+    if process == os.getpid():  # a forked process only looks on
+        library.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), mmap.MADV_REMOVE)
+    library.munmap(ctypes.c_void_p(address), ctypes.c_size_t(length))
 
 
 def _opened(process: int, file: int, nonce: bytes) -> int:

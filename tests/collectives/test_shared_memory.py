@@ -131,6 +131,22 @@ def test_an_operation_that_began_before_is_no_meeting():
     assert [outcome.result() for outcome in run_ranks(2, work)] == [[2.0]] * 2
 
 
+def test_an_all_reduce_of_nothing_is_no_meeting():
+    """No rank waits for another in it."""
+
+    def work(collective):
+        collective.share_memory()
+        tensor = collective.shared_empty(1000, torch.float32, torch.device("cpu")).fill_(-1)
+        if collective.rank == 1:
+            time.sleep(1)
+        handle = collective.all_reduce_(tensor.fill_(1), async_op=True)
+        collective.all_reduce_(torch.zeros(0), async_op=True).wait()
+        handle.wait()
+        return tensor.unique().tolist()
+
+    assert [outcome.result() for outcome in run_ranks(2, work)] == [[2.0]] * 2
+
+
 def used_bytes(collective):
     """Of this rank's file."""
     gc.collect()
@@ -190,6 +206,27 @@ def test_copies_of_a_shared_tensor():
     assert all(outcome.result() for outcome in run_ranks(2, work))
 
 
+def open_files():
+    """How many this process has."""
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_tensors_take_no_open_files():
+    """However many there are, and however many of them were: a process has a thousand files, often."""
+
+    def work(collective):
+        collective.share_memory()
+        before = open_files()
+        for step in range(5):
+            tensors = [filled(collective, 1000, torch.float32, step) for _ in range(100)]
+            for handle in [collective.all_reduce_(tensor, async_op=True) for tensor in tensors]:
+                handle.wait()
+            assert all(torch.equal(tensor, total(4, 1000, torch.float32, step)) for tensor in tensors)
+        return open_files() - before
+
+    assert [outcome.result() for outcome in run_ranks(4, work)] == [0] * 4
+
+
 @pytest.mark.parametrize("n", [2, 4])
 def test_no_file_stays_open(n):
     """After the collective is torn down and forgotten."""
@@ -199,7 +236,7 @@ def test_no_file_stays_open(n):
 
         def opened():
             gc.collect()
-            links = [os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")[:-1]
+            links = [os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")
                      if os.path.exists(f"/proc/self/fd/{name}")]  # fmt: skip
             return sum("collective_strategy" in link for link in links)
 
@@ -238,6 +275,43 @@ def test_switched_off_on_one_rank(monkeypatch):
         shares, result = outcome.result()
         assert not shares
         assert torch.equal(result, total(2, 1000, torch.float32))
+
+
+def test_a_rank_that_may_open_no_more_files():
+    """Wherever in the opening it is that it fails, no rank shares then, and the sum is right; and so it is beyond."""
+
+    def work(collective):
+        groups = [collective.duplicate() for _ in range(8)]
+        found = []
+        for left, group in enumerate(groups):
+            if collective.rank == 1:
+                limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+                free = [number for number in range(1000) if not os.path.lexists(f"/proc/self/fd/{number}")]
+                resource.setrlimit(resource.RLIMIT_NOFILE, (free[left], most))
+            shares = group.share_memory()
+            if collective.rank == 1:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
+            found.append((shares, torch.equal(group.all_reduce_(filled(group, 99, torch.int64)), right)))
+        return found
+
+    right = total(2, 99, torch.int64)
+    first, second = (outcome.result() for outcome in ended(work))
+    assert first == second
+    assert all(correct for _, correct in first)
+    assert not first[0][0]
+    assert first[-1][0]
+
+
+@pytest.mark.parametrize("mode", [lambda: torch.device("meta"), torch.inference_mode], ids=["meta", "inference"])
+def test_the_mode_in_which_memory_was_first_shared(mode):
+    """Is no matter of the sums: a Trainer validates in inference mode, and makes models on no device."""
+
+    def work(collective):
+        with mode():
+            assert collective.share_memory()
+        return collective.all_reduce_(filled(collective, 1000, torch.float32))
+
+    assert all(torch.equal(o.result(), total(2, 1000, torch.float32)) for o in ended(work))
 
 
 def test_ranks_that_the_launcher_calls_two_nodes():
