@@ -48,6 +48,21 @@ class InPlaceOperations(CollectiveBase):
         sub._memory = None
         return sub
 
+    def _leave(self, reason: str) -> None:
+        super()._leave(reason)
+        self._leave_memory()
+
+    def teardown(self) -> None:
+        if self._root is self:
+            self._leave_memory()
+        super().teardown()
+
+    def _leave_memory(self) -> None:
+        for part in (self, *self._parts):
+            memory = getattr(part, "_memory", None)
+            if memory is not None:
+                memory.leave()
+
     def share_memory(self) -> bool:
         """Lets `all_reduce_` sum tensors of `shared_empty` in memory that all ranks map. All ranks call it.
 
@@ -85,7 +100,6 @@ class InPlaceOperations(CollectiveBase):
             wire_op = way.wire_op
             data = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
             memory = self._memory
-            started = None if memory is None else memory.started
 
             def start() -> Handle:
                 if memory is not None and wire_op is ReduceOp.SUM and memory.owns(data):
@@ -93,8 +107,6 @@ class InPlaceOperations(CollectiveBase):
                 return self._all_reduce(data, wire_op)
 
             def finish(reduced: Tensor) -> Tensor:
-                if memory is not None and started is not None and data.numel():  # of nothing, nobody waits for anybody
-                    memory.arrived(started)
                 if not transport.same_memory(reduced, data):
                     data.copy_(reduced)
                 else:

@@ -6,8 +6,10 @@ import ctypes
 import logging
 import mmap
 import os
+import platform
 import secrets
 import struct
+import sys
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from collective_strategy.collectives.errors import CollectiveError
 from collective_strategy.collectives.handles import Handle
+from collective_strategy.collectives.meetings import Meetings
 from collective_strategy.collectives.operations import ReduceOp
 
 if TYPE_CHECKING:
@@ -29,7 +32,7 @@ _MOST_RANKS = 64  # each keeps a file of every other one open
 _ROW = struct.Struct("qqq")
 _TABLE_BYTES = 1 << 24  # of a file that takes memory only where something was written
 _NONCE_BYTES = 16
-_LINE_BYTES = 64
+_HEAD_BYTES = _LINE_BYTES = 64
 _PATIENCE = 64
 
 
@@ -38,26 +41,25 @@ class SharedMemory:
 
     Every rank has a file without a name, in which it alone places tensors, and which the others map. A sum sends no
     data: when all ranks have arrived, each adds up its chunk of all ranks' tensors, in rank order, and writes it to all
-    of them; when all have done so, it is complete. The ranks meet by a small all-reduce of the group, which also finds
-    ranks that died or are late, and orders the memory accesses. Nothing happens between start and wait: it is work for
-    the processor, not for a network.
+    of them; when all have done so, it is complete. Nothing happens between start and wait: it is work for the
+    processor, not for a network.
 
-    A file begins with a nonce, by which it is known to be the right one, and a table: a row with the number of the
-    batch and the number of tensors in it, then a row for each tensor with the batch, its place, 0 where it is outside,
-    and its size. All ranks see all rows, so they come to the same decisions.
+    A file begins with a nonce, by which it is known to be the right one, and what `Meetings` needs. A table follows: a
+    row with the number of the batch and the number of tensors in it, then a row for each tensor with the batch, its
+    place, 0 where it is outside, and its size. All ranks see all rows, so they come to the same decisions.
     """
 
-    def __init__(self, group: Collective, own: int, files: Sequence[int], tables: Sequence[_Memory]) -> None:
+    def __init__(self, group: Collective, own: int, files: Sequence[int], paths: Sequence[str]) -> None:
         self._group = weakref.proxy(group)
-        self._rank, self._own, self._files, self._tables = group.rank, own, files, tables
+        self._rank, self._own, self._files = group.rank, own, files
         self._end = _TABLE_BYTES
+        self._tables = [_map_file(file, 0, _TABLE_BYTES) for file in files]
+        starts = [_part(table, _NONCE_BYTES, Meetings.NBYTES) for table in self._tables]
+        self._meetings = Meetings(group.rank, starts, paths, group.timeout.total_seconds())
         self._segments: dict[int, tuple[weakref.ref[_Memory | mmap.mmap], int]] = {}  # by address: memory, its place
         self._mapped: dict[tuple[int, int], tuple[int, Tensor]] = {}  # by rank and place: last batch, bytes
         self._batch = 1
         self._pending: list[Tensor] = []
-        self._arrived = 0
-        with torch.inference_mode(False):  # the caller's mode and defaults are no matter of ours
-            self._flag = torch.zeros(1, dtype=torch.float32, device="cpu")
         for file in {own, *files}:
             weakref.finalize(self, os.close, file)
 
@@ -70,8 +72,8 @@ class SharedMemory:
             failure = f"{VARIABLE}=0"
         elif group.world_size > _MOST_RANKS:
             failure = f"more than {_MOST_RANKS} ranks"
-        elif group.device.type != "cpu" or not hasattr(os, "memfd_create"):
-            failure = "needs CPU tensors and Linux"
+        elif group.device.type != "cpu" or sys.platform != "linux" or platform.machine() != "x86_64":
+            failure = "needs CPU tensors, Linux and x86-64"
         else:
             try:
                 own = os.memfd_create("collective_strategy")
@@ -80,27 +82,28 @@ class SharedMemory:
             except OSError as error:
                 failure = str(error)
         files: list[int] = []
-        tables: list[_Memory] = []
+        memory = None
         try:
-            cards = group.all_gather_object((group._node, os.getpid(), own, nonce, failure))
+            cards = group.all_gather_object((group._node, f"/proc/{os.getpid()}/fd/{own}", nonce, failure))
             failure = next((card[-1] for card in cards if card[-1]), "")
             if not failure and len({card[0] for card in cards}) > 1:
                 failure = "the ranks are on several nodes"
             if not failure:
                 try:
-                    files.extend(_opened(process, file, card) for _, process, file, card, _ in cards)
-                    tables.extend(_map_file(file, 0, _TABLE_BYTES) for file in files)
+                    files.extend(_opened(path, nonce) for _, path, nonce, _ in cards)
+                    memory = cls(group, own, files, [path for _, path, _, _ in cards])
                 except OSError as error:
                     failure = str(error)
                 failure = next(filter(None, group.all_gather_object(failure)), "")
-            memory = None if failure else cls(group, own, files, tables)
-        except BaseException:
-            memory = None
+        except BaseException as error:
+            failure = str(error)
             raise
         finally:
             if memory is None:
                 for file in {own, *files} - {-1}:
                     os.close(file)
+            elif failure:
+                memory = None
         log.debug("%s: %s", group.name, f"no shared memory ({failure})" if failure else "shared memory")
         return memory
 
@@ -135,19 +138,24 @@ class SharedMemory:
         return _Sum(self, self._batch, x)
 
     @property
-    def started(self) -> tuple[int, int]:
-        """The batch and how many sums of it this rank has started."""
-        return self._batch, len(self._pending)
+    def batch(self) -> int:
+        """Counts completed batches of sums."""
+        return self._batch
 
-    def arrived(self, started: tuple[int, int]) -> None:
-        """An all-reduce of the group is complete that was begun when so much was started, here and so everywhere."""
-        if started[0] == self._batch:
-            self._arrived = max(self._arrived, started[1])
+    def leave(self) -> None:
+        """Others that wait for this rank get an error. Local, idempotent."""
+        self._meetings.leave()
 
     def complete(self) -> None:
         """Completes all sums that are started. All ranks call it when they have started the same ones."""
-        if self._arrived < len(self._pending):
-            self._meet()
+        try:
+            self._complete()
+        except BaseException:
+            self.leave()
+            raise
+
+    def _complete(self) -> None:
+        self._meetings.meet()
         self._compare(0, "the number of sums in flight")
         places = [[row[1] for row in self._compare(i + 1, "bytes")] for i in range(len(self._pending))]
         outside = []
@@ -156,12 +164,12 @@ class SharedMemory:
                 self._add_up(x, at)
             else:
                 outside.append(x)
-        self._meet()
+        self._meetings.meet()
         for x in outside:
             reduced = self._group._all_reduce(x, ReduceOp.SUM).wait()
             if reduced.data_ptr() != x.data_ptr():
                 x.copy_(reduced)
-        self._pending, self._arrived = [], 0
+        self._pending = []
         self._batch += 1
         if self._batch % _PATIENCE == 0:
             oldest = self._batch - _PATIENCE
@@ -191,10 +199,10 @@ class SharedMemory:
         return seen[:nbytes].view(like.dtype)
 
     def _write(self, position: int, first: int, second: int) -> None:
-        _ROW.pack_into(self._tables[self._rank], _NONCE_BYTES + position * _ROW.size, self._batch, first, second)
+        _ROW.pack_into(self._tables[self._rank], _HEAD_BYTES + position * _ROW.size, self._batch, first, second)
 
     def _compare(self, position: int, what: str) -> list[tuple[int, int, int]]:
-        rows = [_ROW.unpack_from(table, _NONCE_BYTES + position * _ROW.size) for table in self._tables]
+        rows = [_ROW.unpack_from(table, _HEAD_BYTES + position * _ROW.size) for table in self._tables]
         told = [(row[0], row[1] if position == 0 else row[2]) for row in rows]
         if len(set(told)) > 1:
             found = ", ".join(f"rank {rank}: {value} in batch {batch}" for rank, (batch, value) in enumerate(told))
@@ -204,9 +212,6 @@ class SharedMemory:
             )
             raise CollectiveError(self._group.broken)
         return rows
-
-    def _meet(self) -> None:
-        self._group._all_reduce(self._flag.zero_(), ReduceOp.SUM).wait()
 
 
 class _Sum(Handle):
@@ -219,7 +224,7 @@ class _Sum(Handle):
         return self._x
 
     def is_completed(self) -> bool:
-        return self._batch < self._memory.started[0]
+        return self._batch < self._memory.batch
 
 
 def _map_file(file: int, place: int, length: int, *, give_back: bool = False) -> _Memory:
@@ -245,10 +250,15 @@ def _unmap(library: ctypes.CDLL, address: int, length: int, process: int) -> Non
     library.munmap(ctypes.c_void_p(address), ctypes.c_size_t(length))
 
 
-def _opened(process: int, file: int, nonce: bytes) -> int:
+def _part(memory: _Memory, start: int, length: int) -> _Memory:
+    """A part of memory, which keeps all of it."""
+    return (ctypes.c_ubyte * length).from_buffer(memory, start)
+
+
+def _opened(path: str, nonce: bytes) -> int:
     """Another process' file, if it is the one that was meant: there may be one of this number in another container."""
-    found = os.open(f"/proc/{process}/fd/{file}", os.O_RDWR | os.O_CLOEXEC)
+    found = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     if os.pread(found, _NONCE_BYTES, 0) != nonce:
         os.close(found)
-        raise OSError(f"process {process} is another one here")
+        raise OSError(f"{path} is another file here")
     return found

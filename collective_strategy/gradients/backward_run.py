@@ -247,7 +247,7 @@ class Flags:
         for axes, members in sorted(groups.items()):  # one order on all ranks, whose models may differ
             group = communicators.over(axes)
             values = [*header, *[i in used for i in members]]
-            buffer = torch.tensor(values, dtype=torch.float32, device=group.device)
+            buffer = communicators.summed(axes, torch.tensor(values, dtype=torch.float32, device=group.device))
             handle = group.all_reduce_(buffer, "sum", async_op=True)
             self._sent.append((members, buffer, handle if isinstance(handle, Handle) else CompletedHandle(buffer)))
             if axes == communicators.everybody:

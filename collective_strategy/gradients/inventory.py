@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from collective_strategy.collectives.collective import Collective
 from collective_strategy.gradients.fingerprint import TensorEntry, agree_in_groups
@@ -50,6 +50,8 @@ class Communicators:
         unions = {} if mesh is None else mesh.unions
         self.model_unions = {name: axes for name, axes in unions.items() if set(axes) <= set(self.model_axes)}
         self._made: dict[tuple[str, ...], Collective] = {}
+        self._shares: dict[tuple[str, ...], bool] = {}
+        self._small: dict[tuple[tuple[str, ...], int], Tensor] = {}
 
     def size(self, axes: Sequence[str]) -> int:
         """Number of ranks of the group over ``axes``."""
@@ -62,8 +64,17 @@ class Communicators:
         """The group over ``axes``."""
         if axes not in self._made:
             self._made[axes] = self.world.duplicate(None if self.world.mesh is None else axes)
-            self._made[axes].share_memory()
+            self._shares[axes] = self._made[axes].share_memory()
         return self._made[axes]
+
+    def summed(self, axes: tuple[str, ...], values: Tensor) -> Tensor:
+        """A few values, in memory in which they are best summed over ``axes``; until the next ones of this number."""
+        if not self._shares[axes]:
+            return values
+        key = axes, values.numel()
+        if key not in self._small:
+            self._small[key] = self.over(axes).shared_empty(values.numel(), values.dtype, values.device)
+        return self._small[key].copy_(values)
 
     def roles(
         self, module: nn.Module, unmarked: UnmarkedPolicy = "private", *, buffers: bool = False

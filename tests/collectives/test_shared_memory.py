@@ -405,3 +405,52 @@ def test_a_rank_is_lost_before_it_adds_up(accident, n):
     outcomes = ended(all_know, n, timeout=8)
     for rank in set(range(n)) - {1}:
         assert outcomes[rank].result() < 60
+
+
+@pytest.mark.parametrize("way", ["teardown", "abort", "an error of its own", "forgotten"])
+def test_a_rank_that_leaves_without_dying(way):
+    """The others do not wait for the time-out of a minute."""
+
+    def work(collective):
+        collective.share_memory()
+        tensor = filled(collective, 1000, torch.float32)
+        collective.all_reduce_(tensor)
+        if collective.rank == 1:
+            if way == "teardown":
+                collective.teardown()
+            elif way == "abort":
+                collective.abort("no more data")
+            elif way == "forgotten":
+                collective._memory = None
+            else:
+                collective.all_reduce_(tensor, async_op=True)
+                collective._memory._meetings._timeout = 0.1
+                with pytest.raises(TimeoutError, match=r"ranks \[0\] of the group timed out"):
+                    collective._memory.complete()
+            time.sleep(5)
+            return 0.0, ""
+        if way == "an error of its own":
+            time.sleep(2)
+        began = time.monotonic()
+        with pytest.raises(errors.CollectiveError, match="rank 1 of the group has left") as caught:
+            collective.all_reduce_(tensor)
+        return time.monotonic() - began, str(caught.value)
+
+    waited, message = ended(work, timeout=60)[0].result()
+    assert waited < 30
+    assert "all_reduce_(op=sum)" in message
+
+
+def test_a_forked_process_that_ends_is_not_the_rank():
+    """What is finalized at its end says nothing in the rank's name."""
+
+    def work(collective):
+        collective.share_memory()
+        child = os.fork()
+        if not child:
+            weakref.finalize._exitfunc()  # as at the end of a process
+            os._exit(0)
+        os.waitpid(child, 0)
+        return collective.all_reduce_(filled(collective, 1000, torch.float32))
+
+    assert all(torch.equal(o.result(), total(2, 1000, torch.float32)) for o in ended(work))
