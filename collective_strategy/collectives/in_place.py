@@ -66,8 +66,8 @@ class InPlaceOperations(CollectiveBase):
     def share_memory(self) -> bool:
         """Lets `all_reduce_` sum tensors of `shared_empty` in memory that all ranks map. All ranks call it.
 
-        On one host (as the launcher says), under Linux, with tensors of the CPU, that costs a fifth of the time of a
-        transport through sockets. COLLECTIVE_STRATEGY_SHARED_MEMORY=0 on any rank switches it off.
+        On one host (as the launcher says), under Linux on x86-64, with tensors of the CPU, that costs a fifth of the
+        time of a transport through sockets. COLLECTIVE_STRATEGY_SHARED_MEMORY=0 on any rank switches it off.
 
         Returns:
             Whether memory is shared, alike on all ranks. Where it is not, `shared_empty` returns ordinary tensors.
@@ -79,7 +79,8 @@ class InPlaceOperations(CollectiveBase):
     def shared_empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """An uninitialised flat tensor for many `all_reduce_`. Local; all ranks make theirs alike.
 
-        While such an all-reduce is in flight all ranks start the same ones, in one order, before they wait for one.
+        All ranks start the same ones, in one order, before they wait for one; they complete when one is waited for, and
+        not before.
         """
         if self._memory is None or device.type != "cpu" or not numel:
             return torch.empty(numel, dtype=dtype, device=device)
