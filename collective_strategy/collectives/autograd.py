@@ -20,6 +20,7 @@ from torch.autograd import forward_ad
 from collective_strategy.collectives import transport
 from collective_strategy.collectives.compiling import outside_graphs
 from collective_strategy.collectives.operations import ReduceOp
+from collective_strategy.collectives.reductions import divided
 from collective_strategy.collectives.type_hook import Types, is_checked, type_hook, types_of, types_of_gradient
 
 Raw = Callable[..., Tensor]
@@ -84,7 +85,7 @@ def _copy(collective: Any, x: Tensor) -> Tensor:
 
 
 def _divided(collective: Any, x: Tensor) -> Tensor:
-    return x.detach() / collective.world_size
+    return divided(x.detach(), collective.world_size)
 
 
 def _at_root(collective: Any, x: Tensor, root: int) -> Tensor:
@@ -139,7 +140,9 @@ all_gather_invariant: Differentiable = _pair(
 reduce_scatter: Differentiable = _pair(
     "reduce_scatter",
     transport.reduce_scatter,
-    lambda c, g, op, dim, sizes: all_gather_replicate(c, g if op is ReduceOp.SUM else g / c.world_size, dim, sizes),
+    lambda c, g, op, dim, sizes: all_gather_replicate(
+        c, g if op is ReduceOp.SUM else divided(g, c.world_size), dim, sizes
+    ),
 )
 # invariant -> varying | varying -> invariant
 shard_invariant: Differentiable = _pair(

@@ -103,6 +103,13 @@ def encode_reduction(x: Tensor, op: ReduceOp, world_size: int, capabilities: Cap
     return Reduction(buffer, wire_op, wire_op if supported else None, finish)
 
 
+def divided(x: Tensor, count: int) -> Tensor:
+    """``x / count``; differentiable. Complex numbers as pairs: torch_xla calls their quotient a real tensor."""
+    if x.is_complex():
+        return torch.view_as_complex(torch.view_as_real(x.resolve_conj()) / count)
+    return x / count
+
+
 def fold(stacked: Tensor, op: ReduceOp) -> Tensor:
     """Reduces along the first dim, in rank order."""
     if op is ReduceOp.SUM:

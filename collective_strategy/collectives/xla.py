@@ -137,9 +137,9 @@ class XLACollective(Collective):
         if x.numel() == 0:
             return CompletedHandle(x)
         if x.dtype.is_floating_point and _is_even(self._groups):
-            return _Deferred(self, lambda: self._scattered_and_gathered(x, self._replica.upload(src)))
+            return _Deferred(self, lambda own: self._scattered_and_gathered(own, self._replica.upload(src)), x)
         here = self._replica.upload(self.rank == src)
-        return _Deferred(self, lambda: self._all_reduced("sum", self._only(here, _as_number(x))).to(x.dtype))
+        return _Deferred(self, lambda own: self._all_reduced("sum", self._only(here, _as_number(own))).to(x.dtype), x)
 
     def _all_gather(self, x: Tensor) -> Handle:
         shape = (self.world_size, *x.shape)
@@ -148,12 +148,12 @@ class XLACollective(Collective):
         if not _is_even(self._groups):
             here = self._replica.upload([[rank == self.rank] for rank in range(self.world_size)])
 
-            def placed() -> Tensor:
-                rows = _as_number(x).reshape(1, -1).expand(self.world_size, -1)
+            def placed(own: Tensor) -> Tensor:
+                rows = _as_number(own).reshape(1, -1).expand(self.world_size, -1)
                 return self._all_reduced("sum", self._only(here, rows)).to(x.dtype).reshape(shape)
 
-            return _Deferred(self, placed)
-        return _Deferred(self, lambda: self._all_gathered(x.reshape(1, -1)).reshape(shape))
+            return _Deferred(self, placed, x)
+        return _Deferred(self, lambda own: self._all_gathered(own.reshape(1, -1)).reshape(shape), x)
 
     def _reduce_scatter(self, x: Tensor, op: ReduceOp) -> Handle:
         if x.numel() == 0:
@@ -162,14 +162,14 @@ class XLACollective(Collective):
             return composed_reduce_scatter(self, x, op)
         _, xm, _ = import_xla()
 
-        def scatter() -> Tensor:
+        def scatter(own: Tensor) -> Tensor:
             scattered = xm.reduce_scatter(
-                _OPS[op], x.reshape(self.world_size, -1), scale=1.0, scatter_dim=0, shard_count=self.world_size,
+                _OPS[op], own.reshape(self.world_size, -1), scale=1.0, scatter_dim=0, shard_count=self.world_size,
                 groups=self._group_lists, pin_layout=False,
             )  # fmt: skip
             return scattered.reshape(x.shape[1:])
 
-        return _Deferred(self, scatter)
+        return _Deferred(self, scatter, x)
 
     def _all_to_all(self, x: Tensor, out: Sequence[int], into: Sequence[int]) -> Handle:
         """All pieces have one length in XLA: that of the longest piece of any rank, to which the others are padded."""
@@ -184,7 +184,7 @@ class XLACollective(Collective):
         if longest != shortest or x.numel() != sum(out):
             longest = 1 << (longest - 1).bit_length()
             x = _picked(x, self._replica.upload(_positions(out, longest, x.numel())))
-        handle = _Deferred(self, lambda: self._all_exchanged(x.reshape(self.world_size, longest)).reshape(-1))
+        handle = _Deferred(self, lambda own: self._all_exchanged(own.reshape(self.world_size, longest)).reshape(-1), x)
         if all(length == longest for length in into):
             return handle
         arrived = handle.wait()
@@ -203,13 +203,17 @@ class XLACollective(Collective):
         _, xm, _ = import_xla()
         replicas = self._groups[0] if self._groups else range(self.world_size)
         between = [[replicas[source], replicas[target]] for source, target in pairs]
-        return _Deferred(self, lambda: xm.collective_permute(x, between))
+        return _Deferred(self, lambda own: xm.collective_permute(own, between), x)
 
-    def _apart(self, make: Callable[[], T]) -> T:
-        """One operation, between two cuts of the graph."""
+    def _apart(self, make: Callable[..., T], *inputs: Tensor) -> T:
+        """One operation on copies of tensors, between two cuts of the graph."""
+        # Functionalization may make a view again behind the cut, which the ranks' graphs then have or lack as their
+        # tensors came about, and torch_xla overwrites the tensors of a list behind functionalization's back
+        # (https://github.com/pytorch/xla/issues/7174). A copy is no view and has no updates pending.
+        copies = [tensor.detach().clone() for tensor in inputs]
         self._replica.cut()
         with as_torch_xla_sees_it():
-            result = make()
+            result = make(*copies)
             self._replica.cut()
         return result
 
@@ -250,12 +254,9 @@ class XLACollective(Collective):
         result: Tensor = xm.all_gather(row, dim=0, groups=self._group_lists, pin_layout=False)
         return result
 
-    def _list_reduced(self, op: str, tensors: list[Tensor]) -> list[Tensor]:
-        """One operation for tensors of any shapes and dtypes."""
+    def _list_reduced(self, op: str, copies: list[Tensor]) -> list[Tensor]:
+        """One operation for tensors of any shapes and dtypes, which it overwrites."""
         _, xm, _ = import_xla()
-        # Torch_xla overwrites the tensors of a list behind the back of functionalization: what has updates pending or
-        # is a view would keep its old value (https://github.com/pytorch/xla/issues/7174). Fresh copies have neither.
-        copies = [tensor.detach().clone() for tensor in tensors]
         xm.all_reduce(op, copies, groups=self._group_lists, pin_layout=False)
         return copies
 
@@ -263,13 +264,14 @@ class XLACollective(Collective):
 class _Deferred(Handle):
     """An operation that is recorded when it is waited for, between two cuts of the graph."""
 
-    def __init__(self, collective: XLACollective, make: Callable[[], Tensor]) -> None:
-        self._collective, self._make = collective, make
+    def __init__(self, collective: XLACollective, make: Callable[..., Tensor], *inputs: Tensor) -> None:
+        self._collective, self._make, self._inputs = collective, make, inputs
         self._result: Tensor | None = None
 
     def wait(self) -> Tensor:
         if self._result is None:
-            self._result = self._collective._apart(self._make)
+            self._result = self._collective._apart(self._make, *self._inputs)
+            self._inputs = ()
         return self._result
 
     def is_completed(self) -> bool:
@@ -297,7 +299,7 @@ class _Batch:
     def result(self, index: int) -> Tensor:
         if not self.done:
             self._results = self._collective._apart(
-                lambda: self._collective._list_reduced(_OPS[self.op], self._tensors)
+                lambda *copies: self._collective._list_reduced(_OPS[self.op], list(copies)), *self._tensors
             )
             self.done, self._tensors = True, []
         return self._results[index]

@@ -49,6 +49,34 @@ def test_ranks_may_compute_other_things_between_two_collectives():
     assert results(2, values) == [121.0] * 2  # x -> (2 x + 1) + x: 1, 4, 13, 40, 121
 
 
+def test_ranks_may_hand_over_values_that_came_about_otherwise():
+    """Functionalization makes a view again where it is used; XLA's graphs of the ranks would differ by that."""
+
+    def values(collective):
+        x = torch.arange(4.0).to(collective.device)
+        base = torch.zeros(4, 2, device=collective.device)
+        base[:, 1] = x
+        value = x if collective.rank == 0 else base[:, 1]
+        results = [
+            collective.all_reduce(value),
+            collective.all_reduce(value, "max"),
+            collective.all_gather(value, 0),
+            collective.broadcast(value, 1),
+            collective.broadcast(value.long(), 1),
+            collective.reduce_scatter(value),
+            collective.all_to_all(value),
+            collective.shift(value),
+        ]
+        return [result.tolist() for result in results]
+
+    seen, halves = [0.0, 1.0, 2.0, 3.0], [[0.0, 1.0], [2.0, 3.0]]
+    for rank, found in enumerate(results(2, values)):
+        assert found == [
+            [0.0, 2.0, 4.0, 6.0], seen, seen + seen, seen, [0, 1, 2, 3],
+            [2 * value for value in halves[rank]], halves[rank] * 2, seen,
+        ]  # fmt: skip
+
+
 def test_an_exception_on_one_rank_is_an_error_on_the_others():
     def values(collective):
         x = torch.ones(2).to(collective.device) * 3

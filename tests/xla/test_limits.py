@@ -25,6 +25,33 @@ def test_complex128_loses_its_imaginary_part_when_it_is_read():
     assert alone(values) == ([-1.0], [[-1.0, 3.0]], [-1 + 3j])
 
 
+def test_a_complex_tensor_divided_by_a_number_calls_itself_real():
+    """Its values are complex all the same. Our means divide pairs of numbers."""
+
+    def values(_):
+        import torch_xla
+
+        x = torch.tensor([1 + 2j], dtype=torch.complex64).to(torch_xla.device())
+        return (x / 2).dtype, (x * 0.5).dtype, torch.view_as_complex(torch.view_as_real(x) / 2).tolist()
+
+    assert alone(values) == (torch.float32, torch.complex64, [0.5 + 1j])
+
+
+def test_the_gradient_of_a_mean_of_complex_numbers_is_complex():
+    def values(collective):
+        gradients = []
+        for mean in (collective.reduce, lambda x: collective.reduce_scatter(x, "mean")):
+            x = torch.tensor([1 + 2j, 3 - 1j], dtype=torch.complex64).to(collective.device).requires_grad_()
+            (mean(x) * (1 - 1j)).real.sum().backward()
+            gradients.append((x.grad.dtype, x.grad.tolist()))
+        return gradients
+
+    # the derivative of Re((1 - i) x) is 1 + i; the mean's copies are summed, of the scattered mean each has a half
+    both, half = [1 + 1j] * 2, [0.5 + 0.5j] * 2
+    for outcome in run_ranks(2, values, backend="xla"):
+        assert outcome.result() == [(torch.complex64, both), (torch.complex64, half)]
+
+
 def test_torch_xlas_own_broadcast_lets_a_nan_of_another_rank_through():
     """What `test_xla.test_a_nan_stays_where_it_belongs` would see."""
 

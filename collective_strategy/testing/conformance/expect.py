@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from collective_strategy.collectives.host import host_copy
 from collective_strategy.testing.conformance.arrays import raw
 
 _SHOWN = 8
@@ -56,7 +57,7 @@ class Expect:
         if not self._is_tensor(actual, dtype, expected.shape, what):
             return
         wide = torch.complex128 if dtype.is_complex else torch.float64
-        got = actual.detach().to(wide).numpy()
+        got = host_copy(actual).to(wide).numpy()
         scale = float(np.max(np.abs(expected), initial=0.0))
         if not np.allclose(got, expected, rtol=rtol, atol=rtol * scale, equal_nan=True):
             self._problems.append(f"{self._context}{what}: expected {_short(expected)}, got {_short(got)}")

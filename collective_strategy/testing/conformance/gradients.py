@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from collective_strategy.collectives import OPERATIONS, Collective
 from collective_strategy.testing.conformance.expect import Expect
@@ -14,6 +15,11 @@ PAIRED = tuple(row.name for row in OPERATIONS if row.pairs)
 _RTOL = 1e-12
 
 
+def _tensor(collective: Collective, values: np.ndarray) -> Tensor:
+    """On the collective's device, where a model's tensors are."""
+    return torch.from_numpy(values).to(collective.device)
+
+
 def _check_case(case: Case, seed: int, collective: Collective, expect: Expect) -> tuple[float, float]:
     """Forward, gradient and second derivative on this rank; this rank's terms of the two inner products."""
     rank, n = collective.rank, collective.world_size
@@ -22,7 +28,7 @@ def _check_case(case: Case, seed: int, collective: Collective, expect: Expect) -
     ys = case.forward(xs)
     ws = sampled(destination, [y.shape for y in ys], seed, cotangent=True)
     gradients = case.backward(ws)
-    x, w = torch.from_numpy(xs[rank]).requires_grad_(), torch.from_numpy(ws[rank]).requires_grad_()
+    x, w = _tensor(collective, xs[rank]).requires_grad_(), _tensor(collective, ws[rank]).requires_grad_()
     y = case.call(x)
     expect.close(y, ys[rank], torch.float64, "result", _RTOL)
     if y.shape != w.shape:
@@ -30,7 +36,7 @@ def _check_case(case: Case, seed: int, collective: Collective, expect: Expect) -
     (gradient,) = torch.autograd.grad(y, x, w, create_graph=True)
     expect.close(gradient, gradients[rank], torch.float64, "gradient", _RTOL)
     vs = sampled(source, case.shapes, seed + 1)
-    (second,) = torch.autograd.grad(gradient, w, torch.from_numpy(vs[rank]))
+    (second,) = torch.autograd.grad(gradient, w, _tensor(collective, vs[rank]))
     expect.close(second, case.forward(vs)[rank], torch.float64, "second derivative", _RTOL)
     expect.bits(x, xs[rank], torch.float64, "the input")
     expect.bits(w, ws[rank], torch.float64, "the incoming gradient")
@@ -92,9 +98,9 @@ def gradients_do_not_depend_on_strides(collective: Collective, expect: Expect) -
         ys = case.forward(xs)
         ws = sampled(destination, [y.shape for y in ys], seed, cotangent=True)
         reverse = list(range(xs[rank].ndim))[::-1]
-        x = torch.from_numpy(xs[rank].transpose(reverse).copy()).permute(reverse).requires_grad_()
+        x = _tensor(collective, xs[rank].transpose(reverse).copy()).permute(reverse).requires_grad_()
         back = list(range(ws[rank].ndim))[::-1]
-        w = torch.from_numpy(ws[rank].transpose(back).copy()).permute(back)
+        w = _tensor(collective, ws[rank].transpose(back).copy()).permute(back)
         with expect.about(f"{case.name}, transposed"):
             y = case.call(x)
             expect.close(y, ys[rank], torch.float64, "result", _RTOL)
@@ -102,7 +108,7 @@ def gradients_do_not_depend_on_strides(collective: Collective, expect: Expect) -
                 (gradient,) = torch.autograd.grad(y, x, w)
                 expect.close(gradient, case.backward(ws)[rank], torch.float64, "gradient", _RTOL)
         with expect.about(f"{case.name}, expanded"):
-            leaf = torch.from_numpy(xs[rank]).requires_grad_()
+            leaf = _tensor(collective, xs[rank]).requires_grad_()
             case.call(leaf).sum().backward()  # its gradient is one expanded number
             ones = case.backward([np.ones_like(y) for y in ys])[rank]
             expect.close(leaf.grad, ones, torch.float64, "gradient of the sum", _RTOL)
@@ -116,11 +122,11 @@ def gradients_pass_by_siblings_and_saved_values(collective: Collective, expect: 
         xs = sampled(source, case.shapes, seed)
         ys = case.forward([np.exp(x) for x in xs])
         ws = sampled(destination, [y.shape for y in ys], seed, cotangent=True)
-        x = torch.from_numpy(xs[rank]).requires_grad_()
+        x = _tensor(collective, xs[rank]).requires_grad_()
         activated = x.exp()  # its backward needs its result: an operation that writes into it is found here
         y = case.call(activated)
-        own = torch.from_numpy(np.ones_like(xs[rank]))
-        torch.autograd.backward([y, activated, x * 3], [torch.from_numpy(ws[rank]), own, own])
+        own = _tensor(collective, np.ones_like(xs[rank]))
+        torch.autograd.backward([y, activated, x * 3], [_tensor(collective, ws[rank]), own, own])
         through = case.backward(ws)[rank] + 1
         expect.close(x.grad, through * np.exp(xs[rank]) + 3, torch.float64, f"{case.name} with siblings", _RTOL)
 
@@ -130,7 +136,7 @@ def low_precision_gradients_keep_their_dtype(collective: Collective, expect: Exp
     rank = collective.rank
     for dtype in (torch.bfloat16, torch.complex64):
         for case in cases(collective):
-            x = torch.ones(case.shapes[rank], dtype=dtype, requires_grad=True)
+            x = torch.ones(case.shapes[rank], dtype=dtype, device=collective.device, requires_grad=True)
             y = case.call(x)
             expect.same((y.dtype, y.requires_grad), (dtype, True), f"{case.name} of {dtype}")
             (y * y.conj()).real.sum().backward()
