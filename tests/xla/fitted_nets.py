@@ -118,15 +118,32 @@ def fit(place: int, backend: str, n: int, folder: str | None, mesh=None, resume:
     }
 
 
-def fit_here(_: Any, backend: str, n: int, folder: str | None, mesh=None, resume: bool = False) -> dict[str, Any]:
-    """In a rank of `run_ranks` without a collective."""
+def rank_here(backend: str) -> int:
+    """That of the rank of `run_ranks` in which this is called."""
     if backend == "xla":
         import torch_xla.runtime as runtime
 
-        rank = runtime.global_ordinal()
-    else:
-        rank = int(os.environ["RANK"])
+        return runtime.global_ordinal()
+    return int(os.environ["RANK"])
+
+
+def fit_here(_: Any, backend: str, n: int, folder: str | None, mesh=None, resume: bool = False) -> dict[str, Any]:
+    """In a rank of `run_ranks` without a collective."""
+    rank = rank_here(backend)
     return fit(rank % 2, backend, n, folder, mesh, resume)
+
+
+def fit_epochs(_: Any, backend: str, n: int, source: str | None, target: str | None, epochs: int) -> dict[str, Any]:
+    """Four steps of one batch each per epoch, the same batches in each; resumed from one file and saved to another."""
+    module = Net(0, False)
+    run = trainer(
+        backend, "auto" if backend == "xla" else n, None, steps=-1, max_epochs=epochs, use_distributed_sampler=False
+    )
+    run.fit(module, DataLoader(own_batches(rank_here(backend), n, 4), BATCH), ckpt_path=source)
+    if target is not None:
+        run.save_checkpoint(target)
+    run.strategy.collective.teardown()
+    return {"weights": {name: value.cpu() for name, value in module.state_dict().items()}, "steps": run.global_step}
 
 
 BATCH = 4

@@ -1,5 +1,7 @@
 """A Trainer on XLA:CPU devices gives the weights that torch.distributed gives, and compiles a step once."""
 
+import functools
+
 import fitted_nets
 import pytest
 import torch
@@ -7,14 +9,14 @@ import torch
 from collective_strategy.testing import run_ranks
 
 MESH = {"data": 2, "model": 2}
+HANGS = 250  # seconds; some of the tests take a minute on two busy cores
 
 
-def on(backend: str, n: int, *settings):
+def on(backend: str, n: int, *settings, function=fitted_nets.fit_here, **named):
     ranks = "device" if backend == "xla" else "process"
     fresh = backend != "xla"  # Lightning imports torch_xla, which changes the environment
-    outcomes = run_ranks(
-        n, fitted_nets.fit_here, backend, n, *settings, backend=None, ranks=ranks, timeout=100, fresh=fresh
-    )
+    fit = functools.partial(function, **named)
+    outcomes = run_ranks(n, fit, backend, n, *settings, backend=None, ranks=ranks, timeout=HANGS, fresh=fresh)
     return [outcome.result() for outcome in outcomes]
 
 
@@ -38,6 +40,23 @@ def test_data_parallel_weights_are_those_of_torch_distributed(n, tmp_path):
     assert {value.device.type for value in read["state_dict"].values()} == {"cpu"}
 
 
+@pytest.mark.parametrize(("first", "then"), [("xla", "torch"), ("torch", "xla")])
+def test_a_run_is_resumed_on_the_other_backend(first, then, tmp_path):
+    """From a file of the end of an epoch, with momentum; the weights are those of a run that was not interrupted."""
+    path = str(tmp_path / "half.ckpt")
+    straight = on(then, 2, None, None, function=fitted_nets.fit_epochs, epochs=2)
+    half = on(first, 2, None, path, function=fitted_nets.fit_epochs, epochs=1)
+    resumed = on(then, 2, path, None, function=fitted_nets.fit_epochs, epochs=2)
+    read = torch.load(path, weights_only=True)
+    momenta = [state["momentum_buffer"] for state in read["optimizer_states"][0]["state"].values()]
+    assert {value.device.type for value in (*read["state_dict"].values(), *momenta)} == {"cpu"}
+    assert min(momentum.abs().max().item() for momentum in momenta) > 0
+    for rank in range(2):
+        assert (half[rank]["steps"], resumed[rank]["steps"], straight[rank]["steps"]) == (4, 8, 8)
+        assert largest_difference(resumed[rank], straight[rank]) < 1e-6
+        assert largest_difference(half[rank], straight[rank]) > 1e-3
+
+
 def test_shared_weights_on_a_mesh_are_those_of_torch_distributed():
     ours, theirs = (on(backend, 4, None, MESH) for backend in ("xla", "torch"))
     for rank in range(4):
@@ -53,7 +72,7 @@ def test_clipped_and_accumulated_it_equals_one_process(n, accumulation, algorith
     expected, clipped = fitted_nets.fit_in_one_process(n, accumulation, clip)
     assert clipped == fitted_nets.STEPS
     for outcome in run_ranks(
-        n, fitted_nets.fit_clipped, n, accumulation, clip, backend=None, ranks="device", timeout=100
+        n, fitted_nets.fit_clipped, n, accumulation, clip, backend=None, ranks="device", timeout=HANGS
     ):
         weights, steps = outcome.result()
         assert steps == fitted_nets.STEPS
@@ -68,7 +87,7 @@ def test_nothing_is_compiled_after_the_second_step():
         run.strategy.collective.teardown()
         return compilations.counts
 
-    for outcome in run_ranks(2, counts, backend=None, ranks="device", timeout=100):
+    for outcome in run_ranks(2, counts, backend=None, ranks="device", timeout=HANGS):
         steps = outcome.result()
         assert len(steps) == 52
         assert steps[-1] == steps[1]
@@ -89,7 +108,7 @@ def test_batches_of_a_new_size_are_compiled_anew():
         run.strategy.collective.teardown()
         return compilations.counts
 
-    for outcome in run_ranks(2, counts, backend=None, ranks="device", timeout=100):
+    for outcome in run_ranks(2, counts, backend=None, ranks="device", timeout=HANGS):
         _, second, third, fourth = outcome.result()
         assert second == third
         assert fourth > third
