@@ -28,7 +28,7 @@ def test_a_plain_loop(mesh):
         return [train_on_ranks(collective, setting) for setting in settings]
 
     expected = {n: train_in_one_process(Setting(tuple(mesh.items()), n)) for n in (1, 3)}
-    ranks = [outcome.result() for outcome in run_ranks(4, train, mesh=mesh, timeout=60, **options)]
+    ranks = [outcome.result() for outcome in run_ranks(4, train, mesh=mesh, timeout=150, **options)]
     for results in ranks:
         for setting, result in zip(settings, results, strict=True):
             assert largest_difference(result["weights"], expected[setting.accumulation]) < 1e-10
