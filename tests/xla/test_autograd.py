@@ -14,6 +14,7 @@ from collective_strategy.testing.conformance import CollectiveConformance
 from collective_strategy.testing.conformance.suite import templates
 
 PAIRS = tuple(template.name for template in templates() if template.module.endswith(".gradients"))
+COMPILING = {"timeout": 150}  # seconds; a hundred programs and more
 ADJOINTS = ("gradients_are_adjoints", "every_pair_of_the_table_is_tested")
 
 globals().update({name: test for name, test in vars(test_gradients).items() if name.startswith("test_")})
@@ -28,6 +29,7 @@ class TestAdjointsOnTwoDevices(CollectiveConformance):
     """Each pair with several arguments, its gradient and second derivative."""
 
     backend = "xla"
+    settings = COMPILING
     world_sizes = (2,)
     names = ADJOINTS
 
@@ -37,6 +39,7 @@ class TestPairsOnTwoDevices(CollectiveConformance):
     """Strides, siblings, other dtypes."""
 
     backend = "xla"
+    settings = COMPILING
     world_sizes = (2,)
     names = tuple(name for name in PAIRS if name not in ADJOINTS)
 
@@ -46,5 +49,6 @@ class TestPairsOnFourDevices(CollectiveConformance):
     """In groups and along the axes of a mesh too."""
 
     backend = "xla"
+    settings = COMPILING
     world_sizes = (4,)
     names = PAIRS
