@@ -36,6 +36,7 @@ def works(environment: EmptyEnvironment) -> None:
     assert json.loads(finished.stdout.splitlines()[-1]) == [expected(rank) for rank in range(3)]
 
 
+@pytest.mark.extended
 @pytest.mark.timeout(1500)
 def test_horovod_is_built_unattended_and_comes_back_without_a_compiler(tmp_path: Path) -> None:
     wheels = tmp_path / "wheels"

@@ -23,22 +23,22 @@ def shared_directory() -> str:
 
 @scenario
 def accumulation() -> Any:
-    """Counts the all-reduces of the backend between entering and leaving each backward."""
+    """Counts the all-reduces between entering and leaving each backward."""
     counts = [0]
-    primitive = TorchDistributedCollective._all_reduce
+    original = TorchDistributedCollective.all_reduce_
 
-    def counting(self: Any, *args: Any) -> Any:
+    def counting(self: Any, *args: Any, **kwargs: Any) -> Any:
         counts[-1] += 1
-        return primitive(self, *args)
+        return original(self, *args, **kwargs)
 
     class Counting(CollectiveStrategy):
         def backward(self, *args: Any, **kwargs: Any) -> Any:
             counts.append(0)
-            TorchDistributedCollective._all_reduce = counting
+            TorchDistributedCollective.all_reduce_ = counting
             try:
                 return super().backward(*args, **kwargs)
             finally:
-                TorchDistributedCollective._all_reduce = primitive
+                TorchDistributedCollective.all_reduce_ = original
 
     model = Toy()
     fit(model, [1.0, 2, 3, 4, 5, 6, 7, 8], accumulate_grad_batches=2, strategy=Counting(timeout=20))
