@@ -89,8 +89,7 @@ class CollectiveBase(ABC):
     def _reset(self) -> None:
         self._state = "new"
         self._process = os.getpid()
-        self.rank = -1
-        self.world_size = 0
+        self.rank, self.world_size, self._node = -1, 0, 0
         self.ranks: tuple[int, ...] = ()
         self.name = "world"
         self.axis: str | tuple[str, ...] | None = None
@@ -112,7 +111,6 @@ class CollectiveBase(ABC):
         self._monitor: Monitor | None = None
         self._watch: Watch | None = None
         self._group: Any = None
-        self._node = 0
 
     # -- set-up and tear-down ------------------------------------------------------------------------------------------
 

@@ -53,6 +53,7 @@ class InPlaceOperations(CollectiveBase):
         self._leave_memory()
 
     def teardown(self) -> None:
+        """See `CollectiveBase.teardown`. Also where the collective is broken, nobody waits for this rank after it."""
         if self._root is self:
             self._leave_memory()
         super().teardown()
